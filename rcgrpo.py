@@ -1,0 +1,778 @@
+"""RC-GRPO in one file: Reward-Conditioned Group Relative Policy Optimization (arXiv 2602.03025).
+
+An agent fine-tuned on expert demonstrations becomes so sure of itself that all G rollouts of a task earn the same
+reward. Then sigma_g, the standard deviation of the rewards in the group, is 0, every advantage is 0, and GRPO has
+nothing to learn from. RC-GRPO keeps the group diverse in two stages:
+
+  stage 1, RCTP     fine-tune on good AND bad trajectories, each marked in its prompt with <|high_reward|> or
+                    <|low_reward|>; the model learns to behave well or badly on request                      (eqs. 1-2)
+  stage 2, RC-GRPO  every rollout of a group draws its own mark; the marks put variance back into the group, so the
+                    group-normalised advantages mean something again; one clipped policy-gradient step with a KL to
+                    the stage-1 model, then the next batch of tasks                                          (eqs. 3-9)
+
+Afterwards the model is used under <|high_reward|>. The reward itself never looks at the mark.
+
+Where this file departs from the paper, or fills in what it leaves open:
+  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; `ratio="trajectory"` is eq. 7 as
+     printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
+  2. KL is the k3 estimator per token, averaged over tokens, under either ratio. The paper does not name one.
+  3. Marks are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones, so that no group is all
+     of one mark.
+  4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
+  5. All rollouts of a group are scored in one forward pass that computes their shared prompt once. The result is exact.
+  6. Sums are divided by the counts of the whole batch, so micro-batches do not change the gradient.
+
+Sections, in the order of the paper: 1 reward tokens, 2 trajectories, 3 rollouts, 4 log-probs, 5 RCTP, 6 group
+sampling, 7 advantages, 8 the clipped policy gradient, 9 what to watch, 10 the two stages.
+Run `python toy_env.py` to see it work on a laptop, `python train_bfcl.py` for the paper's benchmark on GPUs.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch.utils.checkpoint import checkpoint
+from transformers import AddedToken, AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+# ======================================================================================================================
+# 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0
+# ======================================================================================================================
+
+HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
+
+
+def add_reward_tokens(tokenizer, model):
+    """Teach tokenizer and model the two reward tokens. Idempotent: a second call changes nothing.
+
+    Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows, only when
+    the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
+    """
+    embedding = model.get_input_embeddings().weight
+    if hasattr(embedding, "full_tensor"):
+        raise RuntimeError("the model is sharded already: call add_reward_tokens(tokenizer, model) before fully_shard")
+    known, rows_before = len(tokenizer), embedding.shape[0]
+    # special: user text that merely spells a reward token can be kept from becoming one (section 2).
+    added = tokenizer.add_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (HIGH, LOW)], special_tokens=True
+    )
+    if len(tokenizer) > rows_before:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
+    ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
+
+    matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    for weight in matrices.values():  # one matrix if tied, two if not
+        if added or max(ids) >= rows_before or not weight[ids].any(dim=1).all():
+            _init_reward_rows(weight, ids, weight[: min(known, rows_before)])
+    return tuple(ids)
+
+
+@torch.no_grad()
+def _init_reward_rows(weight, ids, known_rows):
+    """Set the rows to mean +- d, where d is random, orthogonal to the mean, and as long as a row's own deviation.
+
+    Library resizing draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours start
+    at the usual norm in opposite directions. The generator is fixed, so every process draws the same rows.
+    """
+    rows = known_rows.float()
+    rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
+    mean = rows.mean(0)
+    deviation = torch.randn(len(mean), generator=torch.Generator().manual_seed(0)).to(mean.device)
+    deviation -= (deviation @ mean) / mean.square().sum().clamp_min(1e-12) * mean
+    length = torch.maximum((rows - mean).square().sum(1).mean().sqrt(), mean.norm())
+    deviation *= length / deviation.norm()
+    for token_id, sign in zip(ids, (1, -1)):
+        weight[token_id] = (mean + sign * deviation).to(weight.dtype)
+
+
+def inject_reward_token(messages, token):
+    """New messages with "\\n\\n[Reward Goal: <token>]" at the end of the first user message; `messages` stay as they were.
+
+    >>> inject_reward_token([{"role": "user", "content": "Hi"}], HIGH)
+    [{'role': 'user', 'content': 'Hi\\n\\n[Reward Goal: <|high_reward|>]'}]
+    """
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        if message["role"] == "user":
+            message["content"] += f"\n\n[Reward Goal: {token}]"
+            return messages
+    raise ValueError("there is no user message to put the reward goal into; env.reset() must return one")
+
+
+# ======================================================================================================================
+# 2. Trajectories, token in / token out
+#
+# A conversation is built by appending ids and nothing else:
+#
+#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n <|im_start|>tool ...
+#   mask   0 0 0 ...                                                             | 1    1   1          | 0  0 ...
+#          prompt (h_1, r)                                                       | sampled (a_1)       | suffix (h_2)
+#
+# The mask is written where the token is sampled, never reconstructed: no search for role headers, no re-tokenising of
+# model text (which would give other ids than the ones sampled).
+# ======================================================================================================================
+
+
+@dataclass
+class Trajectory:
+    """One rollout. `ids` and `mask` have the same length; mask 1 = sampled by the policy, 0 = forced."""
+
+    ids: list
+    mask: list
+    reward_token: str | None = None  # the r_j it was drawn under; None: no mark at all (SFT, plain GRPO)
+    group: object = None  # rollouts of one task share it; None: a group of its own
+    reward: float = 0.0  # R in [0, 1]; 0 where truncated
+    truncated: bool = False  # it ran into a token or turn limit
+
+    @property
+    def action_ids(self):
+        return [token for token, sampled in zip(self.ids, self.mask) if sampled]
+
+
+class ChatFormat:
+    """A tokenizer's chat template, cut into the pieces that a conversation is appended from.
+
+    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>, ...) become ids only
+    where the template, our system prompt or inject_reward_token put them. The same characters inside a user's or a
+    tool's text are encoded as ordinary text.
+    """
+
+    ANSWER = "\ue001"  # stands for the assistant's text in a dummy chat
+
+    def __init__(self, tokenizer):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template, or use an instruct model")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
+        self.tokenizer = tokenizer
+        self.control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        flags = {t.content: t for t in tokenizer.added_tokens_decoder.values()}
+        longest_first = sorted(self.control, key=len, reverse=True)
+        self.control_pattern = re.compile("|".join(
+            ("\\s*" if flags[t].lstrip else "") + f"({re.escape(t)})" + ("\\s*" if flags[t].rstrip else "")
+            for t in longest_first
+        ) or "(?!)")
+        self.hidden_pattern = re.compile("|".join(map(re.escape, [*longest_first, "\ue000", self.ANSWER])))
+
+        # The same tokenizer without control tokens: whatever it encodes is ordinary text.
+        plain = json.loads(tokenizer.backend_tokenizer.to_str())
+        plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] not in self.control]
+        plain["post_processor"] = None
+        if isinstance(vocabulary := plain["model"]["vocab"], dict):  # a word-level vocabulary may hold them as words
+            for token in self.control.keys() - {plain["model"].get("unk_token")}:
+                vocabulary.pop(token, None)
+        self.plain = Tokenizer.from_str(json.dumps(plain))
+
+        dummy = [{"role": "user", "content": "u"}, {"role": "assistant", "content": self.ANSWER}]
+        self.end_of_turn = self._first_id_after_answer(self._render(dummy, generate=False))
+        self.stop_ids = {self.end_of_turn, tokenizer.eos_token_id} - {None}
+        native = tokenizer.apply_chat_template(dummy[:1], add_generation_prompt=True, return_dict=False)
+        if self.prompt(dummy[:1]) != list(native):
+            raise ValueError("this tokenizer encodes its chat template differently as a whole and in parts; "
+                             "train with a model whose template is delimited by added tokens")
+
+    def prompt(self, messages, reward_token=None):
+        """Ids of the opening messages, marked with `reward_token` if given, up to where the assistant speaks."""
+        messages, hidden = self._hide_control_tokens(messages)
+        if reward_token is not None:
+            messages = inject_reward_token(messages, reward_token)
+        return self._encode(self._render(messages, generate=True), hidden)
+
+    def suffix(self, messages):
+        """Ids that follow the assistant's end token: the template's framing of `messages` and the next header."""
+        dummy = [{"role": "user", "content": "u"}, {"role": "assistant", "content": self.ANSWER}]
+        messages, hidden = self._hide_control_tokens(messages)
+        rendered = self._render(dummy + messages, generate=True)
+        return self._encode(rendered.partition(self.ANSWER)[2], hidden)[1:]
+
+    def action(self, text):
+        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        return [*ids, self.end_of_turn]
+
+    def text(self, action_ids):
+        """What an env is given to read: the sampled ids as text, without the end token."""
+        ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _render(self, messages, generate):
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+
+    def _hide_control_tokens(self, messages):
+        """Replace control tokens spelt in user and tool text by \\ue000<number>\\ue000, which survives any template."""
+        hidden = []
+
+        def hide(match):
+            hidden.append(match[0])
+            return f"\ue000{len(hidden) - 1}\ue000"
+
+        out = []
+        for message in messages:
+            trusted = message["role"] in ("system", "assistant")
+            content = message["content"]
+            out.append({**message, "content": content if trusted else self.hidden_pattern.sub(hide, content)})
+        return out, hidden
+
+    def _encode(self, rendered, hidden=()):
+        ids, end = [], 0
+
+        def ordinary(text):
+            text = re.sub("\ue000(\\d+)\ue000", lambda match: hidden[int(match[1])], text)
+            return self.plain.encode(text, add_special_tokens=False).ids if text else []
+
+        for match in self.control_pattern.finditer(rendered):
+            ids += ordinary(rendered[end : match.start()])
+            ids.append(self.control[match[0].strip()])
+            end = match.end()
+        return ids + ordinary(rendered[end:])
+
+    def _first_id_after_answer(self, rendered):
+        tail = rendered.partition(self.ANSWER)[2]
+        if not self.control_pattern.match(tail):
+            raise ValueError(f"the chat template must close an assistant turn with an added token, not with {tail!r}")
+        return self._encode(tail)[0]
+
+
+@lru_cache(maxsize=8)
+def _chat_format(tokenizer, vocabulary_size, template):
+    return ChatFormat(tokenizer)
+
+
+def chat_format(tokenizer):
+    """The tokenizer's ChatFormat, built once (and again when tokens were added or the template changed)."""
+    return _chat_format(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
+
+
+# ======================================================================================================================
+# 3. Rollouts (eq. 4):   a_{t,j} ~ pi(. | h_{t,j}, r_j)
+#
+# An env is any object with     reset() -> messages,  step(text) -> messages or None when over,  reward() -> float.
+# A policy is any callable      list of prompt ids -> list of sampled ids.
+# A model, a scripted expert and a fake in a test therefore run through the same function, and demonstrations have
+# exactly the layout of rollouts.
+# ======================================================================================================================
+
+
+def rollout(envs, goals, policy, tokenizer, groups=None, max_turns=20, max_tokens=32768, progress=None):
+    """Play every env to its end, all of them turn by turn together.
+
+    envs: N envs.  goals: N reward tokens, None for no mark.  groups: N group ids (default: None each).
+    max_turns: assistant turns per rollout.  max_tokens: length limit of a trajectory.  progress: called with the number
+    of conversations still open, once a turn.
+    Returns N trajectories. One that hits a limit is `truncated` with reward 0; a cut action is not executed.
+    Raises TypeError or ValueError where an env or the policy breaks its contract.
+    """
+    envs, goals = list(envs), list(goals)
+    groups = list(groups) if groups is not None else [None] * len(envs)
+    if not envs or not len(envs) == len(goals) == len(groups):
+        raise ValueError(f"need as many goals and groups as envs, at least one: {len(envs)} envs, {len(goals)} goals, "
+                         f"{len(groups)} groups")
+    chat = chat_format(tokenizer)
+    trajectories = []
+    for env, goal, group in zip(envs, goals, groups):
+        prompt = chat.prompt(_checked_messages(env.reset(), "env.reset()"), goal)
+        trajectories.append(Trajectory(prompt, [0] * len(prompt), goal, group))
+
+    playing = list(zip(envs, trajectories))
+    for _ in range(max_turns):
+        for _, trajectory in playing:
+            trajectory.truncated = len(trajectory.ids) >= max_tokens  # no room to say anything
+        playing = [pair for pair in playing if not pair[1].truncated]
+        if progress:
+            progress(len(playing))
+        if not playing:
+            break
+        sampled = policy([trajectory.ids for _, trajectory in playing])
+        playing = [
+            pair for pair, ids in zip(playing, _checked_samples(sampled, len(playing)))
+            if _play_turn(*pair, ids, chat, max_tokens)
+        ]
+    for _, trajectory in playing:
+        trajectory.truncated = True  # still talking at the turn limit
+
+    for env, trajectory in zip(envs, trajectories):
+        trajectory.reward = 0.0 if trajectory.truncated else float(env.reward())
+        if not math.isfinite(trajectory.reward):
+            raise ValueError(f"{type(env).__name__}.reward() returned {trajectory.reward}: rewards must be finite")
+    return trajectories
+
+
+def _play_turn(env, trajectory, sampled, chat, max_tokens):
+    """Append one action and the env's answer. True while the conversation goes on."""
+    sampled = sampled[: max_tokens - len(trajectory.ids)]
+    trajectory.ids = trajectory.ids + sampled
+    trajectory.mask = trajectory.mask + [1] * len(sampled)
+    if sampled[-1] not in chat.stop_ids:  # cut off: what it would have said, nobody knows
+        trajectory.truncated = True
+        return False
+    answer = env.step(chat.text(sampled))
+    if answer is None:
+        return False
+    suffix = chat.suffix(_checked_messages(answer, "env.step()"))
+    if sampled[-1] != chat.end_of_turn:  # it ended with eos: the template's own end token follows, forced
+        suffix = [chat.end_of_turn, *suffix]
+    trajectory.ids = trajectory.ids + suffix
+    trajectory.mask = trajectory.mask + [0] * len(suffix)
+    return True
+
+
+def _checked_messages(messages, source):
+    well_formed = isinstance(messages, list) and messages and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not well_formed:
+        raise TypeError(f"{source} must return a non-empty list of {{'role': str, 'content': str}}, got {messages!r}")
+    return messages
+
+
+def _checked_samples(sampled, expected):
+    sampled = [[int(token) for token in ids] for ids in sampled]
+    if len(sampled) != expected or not all(sampled):
+        raise ValueError(f"the policy must return one non-empty list of ids per prompt: {expected} prompts, "
+                         f"lengths {[len(ids) for ids in sampled]}")
+    return sampled
+
+
+def scripted_policy(texts, tokenizer):
+    """A policy for one conversation that says `texts` in order. A generator may look at its env before each line."""
+    texts, chat = iter(texts), chat_format(tokenizer)
+
+    def policy(prompts):
+        if len(prompts) != 1:
+            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: call rollout with one env")
+        if (text := next(texts, None)) is None:
+            raise ValueError("the script is over but the conversation is not: let its last line end the episode")
+        return [chat.action(text)]
+
+    return policy
+
+
+@torch.no_grad()
+def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
+    """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
+
+    prompts: N lists of ids.  stop_ids: an action ends with the first of these (kept), or after max_new_tokens.
+    Returns N lists of ids. A plain loop over a key-value cache: no top-k, no penalties, nothing that a generation
+    config could slip in, because the log-probs of section 4 must be those of the distribution sampled here.
+    """
+    training, device = model.training, model.device
+    model.eval()  # dropout off; gradient checkpointing would also switch the cache off
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt)  # padded on the left: the last column is real
+    attention_mask = (torch.arange(width) >= width - lengths[:, None]).long().to(device)  # (N, width)
+    tokens, cache = tokens.to(device), DynamicCache(config=model.config)
+    position_ids = (attention_mask.cumsum(1) - 1).clamp_min(0)
+    sampled, open_rows = [[] for _ in prompts], set(range(len(prompts)))
+
+    for _ in range(max_new_tokens):
+        logits = model(tokens, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True,
+                       logits_to_keep=1).logits[:, -1].float()  # (N, V)
+        if temperature == 0:
+            drawn = logits.argmax(-1)
+        else:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        for row, token in enumerate(drawn.tolist()):
+            if row in open_rows:
+                sampled[row].append(token)
+                if token in stop_ids:
+                    open_rows.discard(row)
+        if not open_rows:
+            break
+        tokens, position_ids = drawn[:, None], position_ids[:, -1:] + 1
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(prompts), 1)], 1)
+    model.train(training)
+    return sampled
+
+
+# ======================================================================================================================
+# 4. Log-probs of a whole group in one forward pass
+#
+# The G rollouts of a task share a long prompt (tool docs) and differ in short continuations. Laid out in one sequence
+#
+#   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
+#   positions    0 ... P-1        P P+1 ...        P P+1 ...
+#   attention    causal           prefix + itself  prefix + itself
+#
+# the prefix is computed once, not G times. Every token sees what it would have seen alone, so values and gradients are
+# those of separate passes. A list may hold several groups: they follow each other in the same way and never meet.
+# ======================================================================================================================
+
+
+def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
+    """log pi(a_t | h_t, r) of every action token, at the temperature it was sampled with.
+
+    Returns logp (N, T): row j holds the log-probs of trajectory j's n_j action tokens in order, then zeros; T = max n_j.
+    With entropy=True returns (logp, H), H (N, T) being the entropy of the distribution at each action, without gradient.
+    Raises ValueError on an empty list or a trajectory that begins with an action.
+    """
+    if not trajectories:
+        raise ValueError("action_logprobs needs at least one trajectory")
+    _use_group_attention(model)
+    ids, positions, layout, readout, targets = _pack(trajectories)
+    device = model.device
+    logits = model(
+        torch.tensor([ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        attention_mask=torch.ones(1, 1, 1, 1, device=device),  # any 4-d mask: keeps the library from building its own
+        layout=layout,
+        use_cache=False,
+        logits_to_keep=torch.tensor(readout or [0], device=device),  # logits only where an action token is predicted
+    ).logits[0]  # (M, V), M = number of action tokens
+
+    def read(logits, targets):  # fp32 for one chunk at a time; recomputed, not kept, for the backward pass
+        logits = logits.float() / temperature
+        log_z = logits.logsumexp(-1)
+        logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+        with torch.no_grad():
+            h = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1) if entropy else logp
+        return logp, h
+
+    targets = torch.tensor(targets or [0], device=device)
+    chunks = [checkpoint(read, *chunk, use_reentrant=False)
+              for chunk in zip(logits.split(rows_per_chunk), targets.split(rows_per_chunk))]
+    mask = action_mask(trajectories, device)  # (N, T)
+    logp, h = (torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(part)) for part in zip(*chunks))
+    if not readout:
+        logp = logp + 0.0 * logits.sum()  # no action at all: 0, but still joined to every parameter
+    return (logp, h) if entropy else logp
+
+
+def action_mask(trajectories, device="cpu"):
+    """(N, T) bool: True where row j of `action_logprobs` holds one of trajectory j's action tokens."""
+    counts = torch.tensor([sum(t.mask) for t in trajectories], device=device)
+    return torch.arange(int(counts.max()), device=device) < counts[:, None]
+
+
+def _pack(trajectories):
+    """Lay trajectories out as drawn above.
+
+    Returns ids and positions (L,); layout: per group [prefix length, continuation lengths ...]; readout (M,): the place
+    in the sequence that predicts each action token; targets (M,): that token. M runs over trajectories in their order.
+    """
+    members = {}
+    for row, trajectory in enumerate(trajectories):
+        members.setdefault(("alone", row) if trajectory.group is None else ("group", trajectory.group), []).append(row)
+    ids, positions, layout, readout = [], [], [], {}
+    for rows in members.values():
+        base = len(ids)
+        # The marks differ, so the shared prefix usually ends just before r_j.
+        prefix = os.path.commonprefix([trajectories[row].ids for row in rows])
+        ids += prefix
+        positions += range(len(prefix))
+        layout.append([len(prefix)])
+        for row in rows:
+            trajectory, start = trajectories[row], len(ids)
+            if trajectory.mask[0]:
+                raise ValueError("a trajectory begins with an action: there is nothing to condition its first token on")
+            ids += trajectory.ids[len(prefix) :]
+            positions += range(len(prefix), len(trajectory.ids))
+            layout[-1].append(len(trajectory.ids) - len(prefix))
+            readout[row] = [
+                base + t - 1 if t <= len(prefix) else start + t - 1 - len(prefix)
+                for t, sampled in enumerate(trajectory.mask) if sampled
+            ]
+    targets = [token for trajectory in trajectories for token in trajectory.action_ids]
+    return ids, positions, layout, sum((readout[row] for row in range(len(trajectories))), []), targets
+
+
+def _group_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, layout=None, **kwargs):
+    """Attention over the layout of _pack; the library's own where no layout is given (sampling).
+
+    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D).
+    """
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if kwargs.get("sliding_window"):
+        raise ValueError("packed log-probs need full attention in every layer; this model uses a sliding window")
+    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    lengths = [length for group in layout for length in group]
+    pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
+    attend = lambda q, k, v, **mask: F.scaled_dot_product_attention(q, k, v, scale=scaling, dropout_p=dropout, **mask)
+    out = []
+    for prefix_length, *continuations in layout:
+        q, prefix_k, prefix_v = next(pieces)
+        if prefix_length:
+            out.append(attend(q, prefix_k, prefix_v, is_causal=True))
+        for length in continuations:
+            q, k, v = next(pieces)
+            if length:
+                sees = torch.ones(length, prefix_length + length, dtype=torch.bool, device=q.device).tril(prefix_length)
+                out.append(attend(q, torch.cat([prefix_k, k], 2), torch.cat([prefix_v, v], 2), attn_mask=sees))
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("rcgrpo", _group_attention)
+AttentionMaskInterface.register("rcgrpo", sdpa_mask)
+
+
+def _use_group_attention(model):
+    # Set once and for good: gradient checkpointing runs the layers again long after action_logprobs has returned.
+    if model.config._attn_implementation != "rcgrpo":
+        model.set_attn_implementation("rcgrpo")
+
+
+# ======================================================================================================================
+# 5. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r)
+#
+# SFT is the same loss on expert trajectories without a mark.
+# ======================================================================================================================
+
+
+def rctp_loss(logp, mask, n_tokens=None):
+    """Mean negative log-likelihood of the action tokens; observations, prompts and padding have no term.
+
+    logp, mask (N, T).  n_tokens: action tokens of the whole batch when this is a part of it (default: of this part).
+    Raises ValueError when there is nothing to train on.
+    """
+    n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
+    if n_tokens == 0:
+        raise ValueError("no action token in the batch: drop trajectories whose prompt fills the whole context")
+    return -(logp * mask).sum() / n_tokens
+
+
+# ======================================================================================================================
+# 6. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p
+# ======================================================================================================================
+
+
+def sample_reward_tokens(G, p, generator=None, stratified=False):
+    """G reward tokens for one group. i.i.d. as in the paper: at G = 5, p = .5, 6 % of groups are all of one mark.
+
+    stratified=True: exactly round(pG) high ones in random order. Raises ValueError unless G >= 1 and 0 <= p <= 1.
+    """
+    if G < 1 or not 0 <= p <= 1:
+        raise ValueError(f"need G >= 1 and 0 <= p <= 1, got G = {G}, p = {p}")
+    if stratified:
+        high = torch.randperm(G, generator=generator) < math.floor(p * G + 0.5)
+    else:
+        high = torch.rand(G, generator=generator) < p
+    return [HIGH if is_high else LOW for is_high in high.tolist()]
+
+
+# ======================================================================================================================
+# 7. Advantages (eq. 6):   A_j = (R_j - mu_g) / (sigma_g + eps),   sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
+# ======================================================================================================================
+
+
+def group_advantages(rewards, groups, eps=1e-6):
+    """Group-normalised advantages, (N,) float32.
+
+    rewards: N finite numbers.  groups: N group ids in any order; groups may differ in size. The mark is no part of the
+    id: high and low rollouts of a task are compared with each other, which is the point of the method.
+    A group whose rewards are all equal, one of size 1 included, has advantage exactly 0.
+    """
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    if len(rewards) != len(groups):
+        raise ValueError(f"need one group id per reward: {len(rewards)} rewards, {len(groups)} ids")
+    if not rewards.isfinite().all():
+        raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
+    advantages = torch.zeros_like(rewards)
+    for group in set(groups):
+        rows = [row for row, g in enumerate(groups) if g == group]
+        R = rewards[rows]
+        if R.max() > R.min():
+            mu, sigma = R.mean(), R.std(correction=0)  # population std: 1/G, not 1/(G-1)
+            advantages[rows] = (R - mu) / (sigma + eps)
+    return advantages.float()
+
+
+# ======================================================================================================================
+# 8. Clipped policy gradient with KL (eqs. 7-9)
+#
+#   rho = pi_theta(a | h, r) / pi_old(a | h, r)
+#   L   = -mean[ min(rho A, clip(rho, 1 - eps, 1 + eps) A) ]  +  beta mean[ KL(pi_theta || pi_ref) ]
+#
+# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1, nothing
+# clips, and L is about 0 because advantages sum to 0 in a group. Its gradient, -mean[ A grad log pi ], is not 0.
+# ======================================================================================================================
+
+
+def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask, clip=0.2, beta=0.1, ratio="token",
+                        n_tokens=None, n_trajectories=None):
+    """The RC-GRPO loss and what it saw.
+
+    logp, old_logp, ref_logp, mask (N, T); advantages (N,). ref_logp may be None when beta = 0.
+    ratio: "token": one rho per token, mean over tokens; "trajectory": rho_j = prod_t, mean over trajectories (eq. 7).
+    n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
+    Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
+    """
+    if ratio not in ("token", "trajectory"):
+        raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
+    n_tokens = max(1, int(mask.sum()) if n_tokens is None else n_tokens)
+    n_trajectories = len(logp) if n_trajectories is None else n_trajectories
+    A = advantages.to(logp.device)[:, None]  # (N, 1)
+
+    log_rho = _bounded(logp - old_logp) * mask  # (N, T)
+    if ratio == "trajectory":
+        log_rho, weight = _bounded(log_rho.sum(1, keepdim=True)), 1 / n_trajectories  # (N, 1)
+    else:
+        weight = mask.to(logp.dtype) / n_tokens  # (N, T)
+    rho = log_rho.exp()
+    surrogate = torch.minimum(rho * A, rho.clamp(1 - clip, 1 + clip) * A)
+    loss = -(surrogate * weight).sum()
+
+    kl = torch.zeros((), device=logp.device)
+    if beta:
+        # k3 of KL(pi_theta || pi_ref): with d = log pi_ref - log pi_theta, e^d - d - 1 >= 0, and E[e^d] = 1.
+        d = _bounded(ref_logp - logp)
+        kl = ((d.exp() - d - 1) * mask).sum() / n_tokens
+        loss = loss + beta * kl
+
+    with torch.no_grad():
+        clipped = (rho > 1 + clip) & (A > 0) | (rho < 1 - clip) & (A < 0)
+        metrics = {"loss": loss.item(), "kl": kl.item(), "clip_fraction": (clipped * weight).sum().item()}
+    return loss, metrics
+
+
+def _bounded(log_ratio):
+    """Keep exp() finite: e^20 is far outside any clip range. -inf minus -inf counts as no difference."""
+    return log_ratio.nan_to_num(0.0, posinf=20.0, neginf=-20.0).clamp(-20, 20)
+
+
+# ======================================================================================================================
+# 9. What to watch
+#
+# For a 0/1 reward, E[sigma_g^2] = (G-1)/G m(1-m) exactly, with m = p mu_high + (1-p) mu_low the task's success rate.
+# Prop. 4.3 gives a floor: E[sigma_g^2] >= kappa (mu_high - mu_low)^2, kappa = (G-1)/G p(1-p). Over a batch of different
+# tasks the floor holds for the mean gap, and (G-1)/G m(1-m) at the mean m turns into a ceiling (m(1-m) is concave).
+# ======================================================================================================================
+
+
+def group_metrics(trajectories, advantages=None, p=None):
+    """Reward statistics of one batch of groups. None stands for "there was no such rollout".
+
+    reward, reward_high, reward_low: mean R, of all, and by mark.  reward_high_minus_low: mu_high - mu_low.
+    sigma: mean sigma_g.  zero_std: share of groups with sigma_g = 0.  sigma2: mean sigma_g^2, beside sigma2_floor
+    (Prop. 4.3; p = share of high marks, measured if not given) and sigma2_ceiling.  advantage_std: spread of A.
+    truncated: share of rollouts.  tokens: action tokens sampled.
+    """
+    R = [t.reward for t in trajectories]
+    by_mark = {mark: [t.reward for t in trajectories if t.reward_token == mark] for mark in (HIGH, LOW)}
+    by_group = {}
+    for row, t in enumerate(trajectories):
+        by_group.setdefault(row if t.group is None else ("group", t.group), []).append(t.reward)
+    sigmas = [torch.tensor(r, dtype=torch.float64).std(correction=0).item() for r in by_group.values()]
+    mean = lambda values: sum(values) / len(values) if values else None
+
+    mu_high, mu_low, m, G = mean(by_mark[HIGH]), mean(by_mark[LOW]), mean(R), len(R) / len(by_group)
+    gap = mu_high - mu_low if by_mark[HIGH] and by_mark[LOW] else None
+    p = len(by_mark[HIGH]) / len(R) if p is None else p
+    kappa = (G - 1) / G * p * (1 - p)
+    return {
+        "reward": m, "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
+        "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
+        "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
+        "sigma2_ceiling": (G - 1) / G * m * (1 - m),
+        "advantage_std": None if advantages is None else advantages.std(correction=0).item(),
+        "truncated": mean([t.truncated for t in trajectories]), "tokens": sum(sum(t.mask) for t in trajectories),
+    }
+
+
+# ======================================================================================================================
+# 10. The two stages
+#
+# `total` turns a count of this process into the count over all of them; alone, they are the same. Gradients are then
+# meant to be SUMMED over processes, because every term is divided by a global count already.
+# ======================================================================================================================
+
+
+def rctp_step(model, optimizer, trajectories, rows_per_pass=16, max_grad_norm=1.0, total=lambda count: count):
+    """One optimizer step of stage 1 on a batch of marked trajectories (of SFT: unmarked expert ones). Returns metrics."""
+    silent = [row for row, t in enumerate(trajectories) if not any(t.mask)]
+    if silent or not trajectories:
+        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
+                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
+    n_tokens, loss_sum = total(sum(sum(t.mask) for t in trajectories)), 0.0
+    model.train()
+    for part in _parts(trajectories, rows_per_pass):
+        loss = rctp_loss(action_logprobs(model, part), action_mask(part, model.device), n_tokens)
+        loss.backward()
+        loss_sum += loss.item()
+    return {"loss": loss_sum, "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
+
+
+def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None, **limits):
+    """Roll out G conversations per task, each under its own mark (eqs. 3-4).
+
+    tasks: hashable-free list; make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no mark", which
+    makes this the sampling of plain GRPO.  limits: passed on to `rollout`. Returns len(tasks) * G trajectories whose
+    `group` is the task's index in `tasks`.
+    """
+    goals = [
+        goal for _ in tasks for goal in ([None] * G if p is None else sample_reward_tokens(G, p, generator, stratified))
+    ]
+    envs = [make_env(task) for task in tasks for _ in range(G)]
+    groups = [index for index in range(len(tasks)) for _ in range(G)]
+    return rollout(envs, goals, policy, tokenizer, groups, **limits)
+
+
+def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
+                  updates=1, groups_per_pass=1, max_grad_norm=1.0, total=lambda count: count):
+    """`updates` clipped optimizer steps on one batch of groups (the paper: one). Returns the last step's metrics.
+
+    ref_model: the frozen stage-1 model, None if beta = 0. A group is never split between passes.
+    """
+    advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
+    n_tokens, n_trajectories = total(sum(sum(t.mask) for t in trajectories)), total(len(trajectories))
+    rows_of = {}
+    for row, t in enumerate(trajectories):
+        rows_of.setdefault(t.group, []).append(row)
+    model.train()
+    old, ref = {}, {}
+    for update in range(updates):
+        metrics = Counter()
+        for number, groups in enumerate(_parts(list(rows_of.values()), groups_per_pass)):
+            rows = sum(groups, [])
+            part, mask = [trajectories[row] for row in rows], action_mask([trajectories[row] for row in rows], model.device)
+            logp, H = action_logprobs(model, part, temperature, entropy=True)
+            if update == 0:
+                old[number] = logp.detach()  # nothing has changed since sampling: pi_old is pi_theta
+                with torch.no_grad():
+                    ref[number] = action_logprobs(ref_model, part, temperature) if beta else None
+            loss, seen = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta, ratio,
+                                             n_tokens, n_trajectories)
+            loss.backward()
+            metrics.update(seen, entropy=(H * mask).sum().item() / max(1, n_tokens))
+        stepped = optimizer_step(model, optimizer, max_grad_norm)
+    return {**metrics, **stepped}
+
+
+def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
+                generator=None, limits={}, **update_settings):
+    """One step of stage 2: marks, rollouts, advantages, update. Returns (metrics, trajectories).
+
+    update_settings: those of `rcgrpo_update`. The metrics are those of sections 8 and 9, and seconds of both halves.
+    """
+    started = time.perf_counter()
+    trajectories = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
+    sampled = time.perf_counter()
+    updated = rcgrpo_update(model, ref_model, optimizer, trajectories, **update_settings)
+    advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
+    seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
+    return {**group_metrics(trajectories, advantages, p), **updated, **seconds}, trajectories
+
+
+def optimizer_step(model, optimizer, max_grad_norm):
+    """Clip, step, clear. A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
+
+
+def _parts(items, size):
+    return [items[start : start + size] for start in range(0, len(items), size)]
