@@ -33,7 +33,7 @@ import os
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -51,28 +51,28 @@ from transformers.masking_utils import sdpa_mask
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 
 
-def add_reward_tokens(tokenizer, model):
-    """Teach tokenizer and model the two reward tokens. Idempotent: a second call changes nothing.
+def add_reward_tokens(tokenizer, model=None):
+    """Teach tokenizer and model (if given) the two reward tokens. Idempotent: a second call changes nothing.
 
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows, only when
     the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
     """
-    embedding = model.get_input_embeddings().weight
-    if hasattr(embedding, "full_tensor"):
-        raise RuntimeError("the model is sharded already: call add_reward_tokens(tokenizer, model) before fully_shard")
-    known, rows_before = len(tokenizer), embedding.shape[0]
+    known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (section 2).
-    added = tokenizer.add_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in (HIGH, LOW)], special_tokens=True
-    )
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in (HIGH, LOW)], special_tokens=True)
+    ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
+    if model is None or getattr(model.config, "reward_token_ids", None) == ids:
+        return tuple(ids)
+
+    rows_before = model.get_input_embeddings().weight.shape[0]
+    if hasattr(model.get_input_embeddings().weight, "full_tensor"):
+        raise RuntimeError("the model is sharded already: call add_reward_tokens(tokenizer, model) before fully_shard")
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
-    ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
-
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     for weight in matrices.values():  # one matrix if tied, two if not
-        if added or max(ids) >= rows_before or not weight[ids].any(dim=1).all():
-            _init_reward_rows(weight, ids, weight[: min(known, rows_before)])
+        _init_reward_rows(weight, ids, weight[: min(known, rows_before, *ids)])
+    model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
 
 
@@ -650,7 +650,7 @@ def _bounded(log_ratio):
 # ======================================================================================================================
 
 
-def group_metrics(trajectories, advantages=None, p=None):
+def group_metrics(trajectories, p=None):
     """Reward statistics of one batch of groups. None stands for "there was no such rollout".
 
     reward, reward_high, reward_low: mean R, of all, and by mark.  reward_high_minus_low: mu_high - mu_low.
@@ -660,9 +660,8 @@ def group_metrics(trajectories, advantages=None, p=None):
     """
     R = [t.reward for t in trajectories]
     by_mark = {mark: [t.reward for t in trajectories if t.reward_token == mark] for mark in (HIGH, LOW)}
-    by_group = {}
-    for row, t in enumerate(trajectories):
-        by_group.setdefault(row if t.group is None else ("group", t.group), []).append(t.reward)
+    groups = [("alone", row) if t.group is None else ("group", t.group) for row, t in enumerate(trajectories)]
+    by_group = {g: [r for r, other in zip(R, groups) if other == g] for g in dict.fromkeys(groups)}
     sigmas = [torch.tensor(r, dtype=torch.float64).std(correction=0).item() for r in by_group.values()]
     mean = lambda values: sum(values) / len(values) if values else None
 
@@ -675,7 +674,7 @@ def group_metrics(trajectories, advantages=None, p=None):
         "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
         "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
         "sigma2_ceiling": (G - 1) / G * m * (1 - m),
-        "advantage_std": None if advantages is None else advantages.std(correction=0).item(),
+        "advantage_std": group_advantages(R, groups).std(correction=0).item(),
         "truncated": mean([t.truncated for t in trajectories]), "tokens": sum(sum(t.mask) for t in trajectories),
     }
 
@@ -683,91 +682,90 @@ def group_metrics(trajectories, advantages=None, p=None):
 # ======================================================================================================================
 # 10. The two stages
 #
-# `total` turns a count of this process into the count over all of them; alone, they are the same. Gradients are then
-# meant to be SUMMED over processes, because every term is divided by a global count already.
+# One process sees all there is. With many, `gather` turns a list of this process into the concatenation of everybody's,
+# so that counts and metrics are global; gradients are then SUMMED over processes, every term having its global divisor.
 # ======================================================================================================================
 
 
-def rctp_step(model, optimizer, trajectories, rows_per_pass=16, max_grad_norm=1.0, total=lambda count: count):
+def rctp_step(model, optimizer, trajectories, rows_per_pass=16, max_grad_norm=1.0, gather=list):
     """One optimizer step of stage 1 on a batch of marked trajectories (of SFT: unmarked expert ones). Returns metrics."""
     silent = [row for row, t in enumerate(trajectories) if not any(t.mask)]
     if silent or not trajectories:
         raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
                          f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
-    n_tokens, loss_sum = total(sum(sum(t.mask) for t in trajectories)), 0.0
+    n_tokens, loss_sum = sum(gather([sum(sum(t.mask) for t in trajectories)])), 0.0
     model.train()
     for part in _parts(trajectories, rows_per_pass):
         loss = rctp_loss(action_logprobs(model, part), action_mask(part, model.device), n_tokens)
         loss.backward()
         loss_sum += loss.item()
-    return {"loss": loss_sum, "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
+    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
 
 
 def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None, **limits):
     """Roll out G conversations per task, each under its own mark (eqs. 3-4).
 
-    tasks: hashable-free list; make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no mark", which
-    makes this the sampling of plain GRPO.  limits: passed on to `rollout`. Returns len(tasks) * G trajectories whose
-    `group` is the task's index in `tasks`.
+    make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no mark", as in plain GRPO.  limits: passed
+    on to `rollout`.  Returns len(tasks) * G trajectories whose `group` is the index in `tasks`.
     """
-    goals = [
-        goal for _ in tasks for goal in ([None] * G if p is None else sample_reward_tokens(G, p, generator, stratified))
-    ]
+    marks = [[None] * G if p is None else sample_reward_tokens(G, p, generator, stratified) for _ in tasks]
     envs = [make_env(task) for task in tasks for _ in range(G)]
     groups = [index for index in range(len(tasks)) for _ in range(G)]
-    return rollout(envs, goals, policy, tokenizer, groups, **limits)
+    return rollout(envs, sum(marks, []), policy, tokenizer, groups, **limits)
 
 
 def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
-                  updates=1, groups_per_pass=1, max_grad_norm=1.0, total=lambda count: count):
+                  updates=1, groups_per_pass=1, max_grad_norm=1.0, gather=list):
     """`updates` clipped optimizer steps on one batch of groups (the paper: one). Returns the last step's metrics.
 
-    ref_model: the frozen stage-1 model, None if beta = 0. A group is never split between passes.
+    ref_model: the frozen stage-1 model, None if beta = 0.  groups_per_pass: whole groups scored in one forward pass.
     """
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
-    n_tokens, n_trajectories = total(sum(sum(t.mask) for t in trajectories)), total(len(trajectories))
+    n_tokens, n_trajectories = sum(gather([sum(sum(t.mask) for t in trajectories)])), sum(gather([len(trajectories)]))
     rows_of = {}
     for row, t in enumerate(trajectories):
         rows_of.setdefault(t.group, []).append(row)
     model.train()
     old, ref = {}, {}
     for update in range(updates):
-        metrics = Counter()
+        seen = Counter()
         for number, groups in enumerate(_parts(list(rows_of.values()), groups_per_pass)):
             rows = sum(groups, [])
-            part, mask = [trajectories[row] for row in rows], action_mask([trajectories[row] for row in rows], model.device)
-            logp, H = action_logprobs(model, part, temperature, entropy=True)
+            part = [trajectories[row] for row in rows]
+            mask = action_mask(part, model.device)
+            logp, entropy = action_logprobs(model, part, temperature, entropy=True)
             if update == 0:
                 old[number] = logp.detach()  # nothing has changed since sampling: pi_old is pi_theta
                 with torch.no_grad():
                     ref[number] = action_logprobs(ref_model, part, temperature) if beta else None
-            loss, seen = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta, ratio,
-                                             n_tokens, n_trajectories)
+            loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta, ratio,
+                                                n_tokens, n_trajectories)
             loss.backward()
-            metrics.update(seen, entropy=(H * mask).sum().item() / max(1, n_tokens))
+            seen.update(metrics, entropy=(entropy * mask).sum().item() / max(1, n_tokens))
         stepped = optimizer_step(model, optimizer, max_grad_norm)
-    return {**metrics, **stepped}
+    return {**{name: sum(gather([value])) for name, value in seen.items()}, **stepped}
 
 
 def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
-                generator=None, limits={}, **update_settings):
-    """One step of stage 2: marks, rollouts, advantages, update. Returns (metrics, trajectories).
+                generator=None, limits={}, gather=list, **update_settings):
+    """One step of stage 2: marks, rollouts, advantages, update. Returns (metrics, trajectories of this process).
 
     update_settings: those of `rcgrpo_update`. The metrics are those of sections 8 and 9, and seconds of both halves.
     """
     started = time.perf_counter()
     trajectories = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
     sampled = time.perf_counter()
-    updated = rcgrpo_update(model, ref_model, optimizer, trajectories, **update_settings)
-    advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
+    updated = rcgrpo_update(model, ref_model, optimizer, trajectories, gather=gather, **update_settings)
+    everyone = [replace(t, group=(process, t.group))
+                for process, part in enumerate(gather([trajectories])) for t in part]
     seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
-    return {**group_metrics(trajectories, advantages, p), **updated, **seconds}, trajectories
+    return {**group_metrics(everyone, p), **updated, **seconds}, trajectories
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
     """Clip, step, clear. A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

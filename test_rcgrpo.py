@@ -796,7 +796,7 @@ def scored(*rewards, group=0, marks=None):
 
 def test_metrics_by_hand():
     batch = scored(1, 1, 0, 0, group=0, marks=[HIGH, HIGH, LOW, LOW]) + scored(1, 1, 1, 1, group=1, marks=[HIGH, LOW, LOW, LOW])
-    metrics = group_metrics(batch, group_advantages([t.reward for t in batch], [t.group for t in batch]), p=0.5)
+    metrics = group_metrics(batch, p=0.5)
     assert metrics["reward"] == 0.75 and metrics["reward_high"] == 1 and metrics["reward_low"] == 0.6
     assert metrics["reward_high_minus_low"] == pytest.approx(0.4)
     assert metrics["sigma"] == 0.25 and metrics["sigma2"] == 0.125 and metrics["zero_std"] == 0.5
@@ -918,12 +918,10 @@ def test_a_batch_gives_the_same_gradient_in_any_number_of_passes(ratio):  # [L6]
 def test_two_processes_sum_to_the_gradient_of_one():  # [L6]; the collectives themselves belong to train_bfcl.py
     batch = rl_batch()
     (whole,), _ = update_gradients(batch, beta=0)
-    n = {"tokens": sum(sum(t.mask) for t in batch), "rows": len(batch)}
-    parts = []
-    for group in (0, 1):
-        part = [t for t in batch if t.group == group]
-        total = lambda count: n["rows"] if count == len(part) else n["tokens"]
-        parts += update_gradients(part, beta=0, total=total)[0]
+    halves, parts = [[t for t in batch if t.group == group] for group in (0, 1)], []
+    n_tokens = [sum(sum(t.mask) for t in half) for half in halves]
+    for half, mine in zip(halves, n_tokens):
+        parts += update_gradients(half, beta=0, gather=lambda x: n_tokens if x == [mine] else x)[0]
     assert_same_gradients({k: parts[0][k] + parts[1][k] for k in whole}, whole)
 
 

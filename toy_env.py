@@ -116,26 +116,18 @@ def expert(house):
 
 
 def blunderer(house, rng):
-    """An expert that makes one mistake: a wrong argument, a wrong tool, a missing call, an early done, or not looking."""
-    mistake = rng.choice(["argument", "tool", "missing", "done", "blind"])
+    """An expert with one bad habit, which shows in every other call: the wrong tool, a wrong argument, or done too early."""
+    habit = rng.choice(["tool", "argument", "done"])
     for call in expert(house):
         tool, *arguments = call.split()
-        possible = {"argument": arguments, "tool": tool in SIBLING, "missing": tool not in ("find", "done"),
-                    "done": arguments, "blind": tool == "find", "made": False}[mistake]
-        if possible and rng.random() < 0.5:
-            if mistake == "blind":
-                house.observation = f"{rng.choice(ROOMS)} small"  # imagines the answer instead of asking
-            if mistake in ("missing", "blind"):
-                mistake = "made"
-                continue
-            if mistake == "argument":
+        if arguments and rng.random() < 0.5:
+            if habit == "tool":
+                tool = SIBLING.get(tool, tool)
+            elif habit == "argument":
                 slot = rng.integers(len(arguments))
                 arguments[slot] = rng.choice(ROOMS if arguments[slot] in ROOMS else ITEMS)
-            elif mistake == "tool":
-                tool = SIBLING[tool]
             else:
                 tool, arguments = "done", []
-            mistake = "made"
         yield " ".join([tool, *arguments])
 
 
