@@ -71,6 +71,7 @@ def add_reward_tokens(tokenizer, model=None):
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     for weight in matrices.values():  # one matrix if tied, two if not
+        weight.data[rows_before:] = 0  # padding, which the library would draw at random, differently on every rank
         _init_reward_rows(weight, ids, weight[: min(known, rows_before, *ids)])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)

@@ -1,17 +1,25 @@
-"""The specification of rcgrpo.py, section by section, then of toy_env.py and the README. Run with `python -m pytest -q`.
+"""The specification of rcgrpo.py, section by section, then of toy_env.py, train_bfcl.py and the README. Run with `python -m pytest -q`.
 
 Expected values are closed forms, brute force written another way, or the transformers library's own rendering and loss.
 Names in brackets, like [T3], number the known failures that a test guards against.
 """
 
 import copy
+import importlib
 import itertools
 import json
 import math
 import os
+import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import textwrap
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +33,13 @@ from transformers import (
 
 import rcgrpo
 import toy_env
+import train_bfcl as bfcl
 from rcgrpo import (
     HIGH, LOW, Trajectory, action_logprobs, action_mask, add_reward_tokens, chat_format, clipped_policy_loss,
     collect_groups, group_advantages, group_metrics, inject_reward_token, rcgrpo_step, rcgrpo_update, rctp_loss,
     rctp_step, rollout, sample, sample_reward_tokens, scripted_policy,
 )
+from train_bfcl import BFCLEnv, expert_turns, parse_tool_calls
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "shared" / "tokenizers"
@@ -154,8 +164,8 @@ def test_the_reward_rows_are_of_usual_length_far_apart_and_the_same_on_every_ran
             rows, usual = module.weight[ids], module.weight[: ids[0]].norm(dim=1).mean()
             assert torch.cosine_similarity(rows[0], rows[1], dim=0) < 0.9
             assert (rows.norm(dim=1) > 0.3 * usual).all() and (rows.norm(dim=1) < 3 * usual).all()
-            drawn.append(rows.detach().clone())
-    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+            drawn.append(module.weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])  # padding rows included
 
 
 def test_adding_again_leaves_trained_rows_alone_but_initialises_a_fresh_model():
@@ -405,7 +415,7 @@ def test_after_another_stop_token_the_template_still_closes_the_turn():
 
 def test_an_error_observation_follows_the_malformed_call_and_the_good_call_counts():  # [R7] [R8]
     tokenizer = toy_env.make_tokenizer()
-    house = toy_env.House({"where": {"cup": "hall"}, "large": None, "steps": [("bring", "cup", "attic")]})
+    house = toy_env.House({"where": {"cup": "hall"}, "large": [], "steps": [("bring", "cup", "attic")]})
     calls = ["cup cup", "find", "find lamp lamp", "carry cup", "unlock cup", "carry cup hall attic", "done"]
     (t,) = rollout([house], [None], scripted_policy(calls, tokenizer), tokenizer)
     assert t.reward == 1
@@ -1005,3 +1015,1213 @@ def test_goals_of_plain_grpo():
     for p, expected in ((None, {None}), (1.0, {HIGH}), (0.0, {LOW})):
         batch = collect_groups([0, 1], lambda task: Echo([]), lambda prompts: [[end]] * len(prompts), tokenizer, G=3, p=p)
         assert {t.reward_token for t in batch} == expected
+
+
+# ======================================================================================================================
+# toy_env.py
+# ======================================================================================================================
+
+
+def test_the_expert_solves_every_task_and_the_blunderer_none_that_is_kept():
+    tokenizer, rng = toy_env.make_tokenizer(), np.random.default_rng(0)
+    for n in range(60):
+        house = toy_env.House(toy_env.make_task(rng, 1 + n % 2, large=bool(n % 3)))
+        policy = scripted_policy(toy_env.expert(house), tokenizer)
+        (t,) = rollout([house], [HIGH], policy, tokenizer, max_turns=toy_env.MAX_TURNS)
+        assert t.reward == 1 and not t.truncated
+    tasks = [toy_env.make_task(rng, 1 + n % 2) for n in range(40)]
+    data = toy_env.demonstrate(tasks, tokenizer, rng, failures=True)
+    assert [(t.reward_token, t.reward) for t in data] == [(HIGH, 1.0), (LOW, 0.0)] * 40
+    assert {(t.reward_token, t.reward) for t in toy_env.demonstrate(tasks, tokenizer, rng, failures=False)} == {(None, 1.0)}
+    assert not any(tokenizer.unk_token_id in t.ids for t in data)
+
+
+def test_only_small_items_are_carried_in_demonstrations_and_size_must_be_looked_up():
+    rng = np.random.default_rng(0)
+    tasks = [toy_env.make_task(rng, 2, large=True) for _ in range(50)]
+    brought = lambda task: {step[1] for step in task["steps"] if step[0] == "bring"}
+    assert all(len(brought(task) & set(task["large"])) == 1 for task in tasks)
+    demonstrated = [toy_env.make_task(rng, 2) for _ in range(50)]
+    assert not any(brought(task) & set(task["large"]) for task in demonstrated) and any(t["large"] for t in demonstrated)
+    house = toy_env.House({"where": dict.fromkeys(toy_env.ITEMS, "hall"), "large": ["cup"], "steps": [("bring", "cup", "attic")]})
+    (request,) = house.reset()
+    assert "large" not in request["content"] and "hall" not in request["content"]
+    answers = [house.step(call)[0]["content"] for call in (
+        "find cup", "find lamp", "carry cup hall attic", "cart lamp hall attic", "cart cup attic hall", "cart cup hall attic")]
+    assert answers == ["hall large", "hall small", "fail", "fail", "fail", "ok"]
+    assert house.step("done") is None and house.reward() == 1
+
+
+def run_toy(out, *flags):
+    return subprocess.run([sys.executable, HERE / "toy_env.py", "--out", out, *flags], cwd=out.parent, text=True,
+                          capture_output=True)
+
+
+def test_the_toy_command_writes_what_it_promises_and_the_same_seed_gives_the_same_summary(tmp_path):
+    flags = "--steps 3 --stage1-steps 8 --group-size 3 --seeds 2 --p-high 0.4 --stratified --ratio trajectory --beta 0.05".split()
+    summaries = []
+    for name in ("a", "b"):
+        result = run_toy(tmp_path / name, *flags)
+        assert result.returncode == 0, result.stderr
+        summaries.append(json.loads((tmp_path / name / "summary.json").read_text()))
+        summaries[-1].pop("seconds")
+    assert summaries[0] == summaries[1] and summaries[0]["seeds"] == [0, 1]
+    for arm in ("sft+grpo", "sft+rc-grpo", "rctp+grpo", "rctp+rc-grpo"):
+        numbers = summaries[0]["arms"][arm]
+        assert {"success_before", "success_after", "sigma_first", "sigma_last", "zero_std_first", "zero_std_last",
+                "reward_high_minus_low_first", "sigma2_first", "floor_first"} <= set(numbers)
+        assert all(len(values) == 2 for values in numbers.values())
+        assert (numbers["reward_high_minus_low_first"] == [None, None]) == arm.endswith("+grpo")
+        assert arm in result.stdout
+    lines = [json.loads(line) for line in open(tmp_path / "a" / "metrics.jsonl")]
+    assert len(lines) == 2 * (2 * 8 + 4 * 3)
+    assert len(result.stdout.strip().split("\n\n")[-2].split("\n")) == 3  # three closing sentences, one a line
+    assert "stage" in result.stderr or "seed 0" in result.stderr  # progress bars
+
+
+@pytest.mark.parametrize("flags", ["--p-high 1.5", "--seeds 0", "--group-size 0", "--steps -1"])
+def test_the_toy_refuses_impossible_settings(flags, tmp_path):
+    result = run_toy(tmp_path / "x", *flags.split())
+    assert result.returncode == 2 and "at least 1" in result.stderr and not (tmp_path / "x").exists()
+
+
+def test_the_collapse_and_its_cure(monkeypatch):
+    """What the project is about, at the toy's default settings: SFT + GRPO has almost no group with variance and gains
+    nothing; RCTP + RC-GRPO has many and solves the tasks that nobody demonstrated. Seed 1."""
+    monkeypatch.setattr(toy_env, "ARMS", ["sft+grpo", "rctp+rc-grpo"])
+    monkeypatch.setattr(sys, "argv", ["toy_env.py"])
+    args = toy_env.parse_arguments()
+    torch.set_num_threads(1)
+    runs = [toy_env.run_seed(1, args, lambda **line: None)]
+    torch.set_num_threads(2)
+    sft, rc = toy_env.summarise(runs).values()
+    gain = lambda arm: arm["success_after"][0] - arm["success_before"][0]
+    assert sft["success_before"][0] > 0.45 and rc["success_before"][0] > 0.4  # both know what was demonstrated
+    assert sft["zero_std_first"][0] > 0.8 and sft["zero_std_first"][0] - rc["zero_std_first"][0] > 0.2
+    assert gain(sft) < 0.05 and gain(rc) > 0.25
+    assert rc["reward_high_minus_low_first"][0] > 0.1 and rc["sigma2_first"][0] > rc["floor_first"][0]
+
+
+# ======================================================================================================================
+# train_bfcl.py: helpers
+# ======================================================================================================================
+
+TASKS = bfcl.load_tasks()
+TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
+
+
+def run_python(code: str, **kwargs) -> str:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=HERE, text=True, check=True,
+                          stdout=subprocess.PIPE, **kwargs).stdout
+
+
+def say(*calls) -> str:
+    return bfcl.calls_text(list(calls))
+
+
+def play(task, texts, protocol="combined") -> BFCLEnv:
+    env = BFCLEnv(task, protocol)
+    env.reset()
+    for text in texts:
+        if env.step(text) is None:
+            break
+    return env
+
+
+def ask(env, tool, **arguments) -> str:
+    """One call, the observation as the model sees it."""
+    return env.step(say((tool, arguments)))[0]["content"]
+
+
+def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
+    env = BFCLEnv({**TASK[task_name], **changes}, protocol)
+    env.reset()
+    return env
+
+
+def names(env) -> list:
+    return [tool["function"]["name"] for tool in env.tools]
+
+
+# ======================================================================================================================
+# train_bfcl.py 1. Tasks and splits
+# ======================================================================================================================
+
+def test_the_800_tasks_come_in_order_and_untouched():
+    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
+    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
+    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
+    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
+
+
+@pytest.mark.parametrize("found", [None, "2025.1.1"])
+def test_missing_or_other_bfcl_eval_says_what_to_install(monkeypatch, found):
+    def version(name):
+        if found is None:
+            raise bfcl.importlib.metadata.PackageNotFoundError(name)
+        return found
+    monkeypatch.setattr(bfcl.importlib.metadata, "version", version)
+    with pytest.raises(RuntimeError, match="pip install --no-deps bfcl-eval==2026.3.23"):
+        bfcl.load_tasks()
+
+
+def test_import_needs_no_bfcl_eval_and_use_never_imports_what_creates_folders():
+    out = run_python("""
+        import sys
+        sys.modules["bfcl_eval"] = None
+        import train_bfcl as bfcl
+        del sys.modules["bfcl_eval"]
+        task = bfcl.load_tasks()[600]
+        for protocol in ("combined", "turns"):
+            env = bfcl.BFCLEnv(task, protocol); env.reset()
+            for text in bfcl.expert_turns(task, protocol): env.step(text)
+            print(env.reward())
+        print("bfcl_eval.constants.eval_config" in sys.modules)""")
+    assert out.split() == ["1.0", "1.0", "False"]
+
+
+def test_paper_split_has_the_papers_counts_and_leaks_77_of_80():
+    train, test = bfcl.split_tasks(TASKS, "paper")
+    shuffled = list(TASKS)
+    random.seed(42)
+    random.shuffle(shuffled)
+    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
+    assert [sum(t["id"].rsplit("_", 1)[0].endswith(c) for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
+    assert bfcl.leaked(train, test) == 77
+
+
+def test_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
+    train, test = bfcl.split_tasks(TASKS, "grouped")
+    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
+    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
+    assert not {t["id"].split("_")[-1] for t in train} & {t["id"].split("_")[-1] for t in test}
+    assert not {str(sum(t["ground_truth"], [])) for t in train} & {str(sum(t["ground_truth"], [])) for t in test}
+    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
+    pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
+    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
+    with pytest.raises(ValueError):
+        bfcl.split_tasks(TASKS, "random")
+
+
+# ======================================================================================================================
+# train_bfcl.py 3. Parsing what the model says
+# ======================================================================================================================
+
+LS = '{"name": "ls", "arguments": {}}'
+A = {"a": [1, "x"]}
+
+
+@pytest.mark.parametrize("text, expected", [
+    (f"<tool_call>{LS}", [("ls", {})]),  # P1: complete, unclosed
+    (f"<tool_call>{LS} and so on", [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr</tool_call>', [str]),
+    (f"<tool_call>{LS}{LS}</tool_call>", [str]),  # P2
+    (f"<tool_call>{{bad</tool_call> <tool_call>\n{LS}\n</tool_call>", [str, ("ls", {})]),
+    (f"<tool_call>{LS}</tool_call><tool_call>[{LS}]</tool_call><tool_call>{LS}</tool_call>",
+     [("ls", {}), str, ("ls", {})]),
+    ("<tool_call>{'name':'ls','arguments':{'a':True}}</tool_call>", [str]),  # P3
+    ('<tool_call>{"name": "ls", "arguments": {"a": 1,}}</tool_call>', [str]),
+    (f"<tool_call>```json\n{LS}\n```</tool_call>", [str]),
+    ('<tool_call>{"name": "grep", "arguments": {"pattern": "[^,]+, }"}}</tool_call>',
+     [("grep", {"pattern": "[^,]+, }"})]),  # P4
+    ('<tool_call>{"name": "ls"}</tool_call>', [("ls", {})]),  # P5
+    ('<tool_call>{"name": "ls", "arguments": null}</tool_call>', [("ls", {})]),
+    ('<tool_call>{"name": "ls", "arguments": ""}</tool_call>', [("ls", {})]),
+    (json.dumps({"name": "f", "arguments": json.dumps(A)}).join(["<tool_call>", "</tool_call>"]), [("f", A)]),  # P6
+    (json.dumps({"name": "f", "arguments": json.dumps(json.dumps(A))}).join(["<tool_call>", "</tool_call>"]), [str]),
+    ('<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": "null"}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": " "}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": false}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": []}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", {"a": 1})]),  # P7
+    ('<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
+     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),  # P8
+    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),  # P9
+    (f"I would call {LS} now </tool_call>", []),
+    ("", []),
+    (f"<tool_call><tool_call>{LS}</tool_call>", [str]),  # P10
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 99 + "]" * 99 + "}}</tool_call>", [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": [{"b": -Infinity}]}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": [{"b": 1e999}]}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1e999}"}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', [str]),
+    ('<tool_call>{"name": "f", "name": "g"}</tool_call>', [str]),
+    ('<tool_call>{"name": 3}</tool_call><tool_call>{}</tool_call><tool_call></tool_call>', [str, str, str]),
+    ('<tool_call>"ls"</tool_call><tool_call>null</tool_call>', [str, str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
+])
+def test_a_block_is_one_strict_json_call_or_one_error(text, expected):
+    items = parse_tool_calls(text)
+    assert len(items) == len(expected)
+    for item, right in zip(items, expected):
+        assert isinstance(item, str) if right is str else item == right
+
+
+def test_parsing_time_is_linear_in_the_text():
+    for piece in ("<tool_call>", "<tool_call>{</tool_call>", '<tool_call>{"', "</tool_call>",
+                  '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>", "<"):
+        start = time.process_time()
+        parse_tool_calls(piece * (3_000_000 // len(piece)))
+        assert time.process_time() - start < 4, piece
+
+
+# ======================================================================================================================
+# train_bfcl.py 4-5. Running calls, and gold; the judge is the benchmark's own executor and checker, in a process of its own
+# ======================================================================================================================
+
+JUDGE = """
+import json, os, sys
+import train_bfcl
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
+tasks = {task["id"]: task for task in train_bfcl.load_tasks()}
+
+def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
+    gold = task["ground_truth"]
+    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
+
+def observations(task, turns):
+    calls = [call for turn in turns for step in turn for call in step]
+    return execute_multi_turn_func_call(calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
+                                        long_context="long_context" in task["id"])[0]
+
+judge = {"verdict": verdict, "observations": observations}[sys.argv[1]]
+for identity, turns in json.load(sys.stdin):
+    pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
+    if not pid:
+        print(json.dumps(judge(tasks[identity], turns)), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def ask_judge(question: str, trajectories: list) -> list:
+    out = subprocess.run([sys.executable, "-c", JUDGE, question], cwd=HERE, input=json.dumps(trajectories), text=True,
+                         stdout=subprocess.PIPE, check=True).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_all_4625_gold_calls_convert_and_give_the_official_observations():
+    calls = [call for task in TASKS for turn in bfcl.gold_turns(task) for call in turn]
+    assert len(calls) == 4625
+    ours = [[text for turn in bfcl.scenario(json.dumps(task))[1] for text in turn.observations] for task in TASKS]
+    official = ask_judge("observations", [[task["id"], [task["ground_truth"]]] for task in TASKS])
+    assert ours == official
+    assert ("sort", {"file_name": "final_report.pdf"}) in calls  # B7
+    with pytest.raises(ValueError):
+        bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"]))
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_all_800_expert_replays_score_1(protocol):
+    for task in TASKS:
+        env = play(task, expert_turns(task, protocol), protocol)
+        assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
+        assert env.calls == [call for turn in bfcl.gold_turns(task) for call in turn]
+        json.dumps(env.log)
+
+
+KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed", "unknown",
+         "one by one", "state", "loop", "loop last")
+
+
+def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
+    """A trajectory for the turns protocol, as texts."""
+    texts = expert_turns(task, "turns")
+    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
+    i = rng.choice(with_calls)
+    calls = parse_tool_calls(texts[i])
+    if kind == "corrupt":
+        return bfcl.corrupt_turns(task, texts, rng)
+    if kind == "extra":
+        texts[i] = say(*calls, rng.choice(calls))
+    elif kind == "reorder":
+        texts[i] = say(*reversed(calls))
+    elif kind == "drop turn":
+        del texts[i]
+    elif kind == "early":  # this turn's calls already in the first turn, which may have no gold calls of its own
+        texts[i:i + 1] = []
+        texts.insert(0, say(*calls))
+    elif kind == "malformed":
+        texts[i] = texts[i].replace("}}\n", "}\n", 1)
+    elif kind == "unknown":
+        texts[i] = say(("no_such_tool", {"a": 1})) + "\n" + texts[i]
+    elif kind == "one by one":
+        texts[i:i + 1] = [say(call) for call in calls]
+    elif kind == "state":
+        api = task["involved_classes"][0]
+        extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
+                 "TwitterAPI": ("post_tweet", {"content": "hm"}),
+                 "VehicleControlAPI": ("setHeadlights", {"mode": "on"}), "TradingBot": ("fund_account", {"amount": 5})}
+        texts[i] = say(*calls, extra.get(api, calls[0]))
+    elif kind.startswith("loop"):
+        i = with_calls[-1] if kind == "loop last" else i
+        texts[i:i + 1] = [texts[i]] + [say(calls[-1])] * 22
+    return texts
+
+
+def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
+    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings. A tool
+    that is not shown does not run here, but would in the benchmark's executor, so there it gets another name."""
+    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
+    for text in texts + ["That is all."] * 10:
+        shown = names(env)
+        calls = []
+        for name, arguments in (block for block in parse_tool_calls(text) if not isinstance(block, str)):
+            name = name if name in shown else "hidden_" + name
+            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+        steps += [calls] if calls else []
+        messages = env.step(text)
+        if messages is None or messages[-1]["role"] == "user":
+            turns, steps = turns + [steps], []
+        if messages is None:
+            return env, turns
+    raise AssertionError("the episode did not end")
+
+
+def test_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
+    rng, trajectories, ours, kinds = random.Random(1), [], [], []
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a tool not yet shown
+    for number in range(420):
+        task, kind = rng.choice(pool), KINDS[number % len(KINDS)]
+        env, turns = play_turns(task, spoil(kind, task, rng))
+        trajectories.append([task["id"], turns])
+        ours.append(env.reward() == 1)
+        kinds.append((kind, env.reason))
+    official = ask_judge("verdict", trajectories)
+    wrong = [(t[0], k, o) for t, k, o, u in zip(trajectories, kinds, official, ours) if o != u]
+    assert not wrong and len(official) == 420
+    assert 100 < sum(ours) < 320  # both verdicts are well represented
+    assert {"no call", "state", "response", "step limit"} <= {
+        word for _, reason in kinds for word in ("no call", "state", "response", "step limit") if word in reason}
+
+
+def test_800_combined_replays_take_less_than_twice_the_official_time():
+    official = """
+        import time, train_bfcl
+        from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+        tasks, start = train_bfcl.load_tasks(), time.perf_counter()
+        for t in tasks:
+            gold = t["ground_truth"]
+            assert multi_turn_checker([[calls] if calls else [] for calls in gold], gold, t, "", "judge")["valid"]
+        print(time.perf_counter() - start)"""
+    ours = """
+        import time, train_bfcl
+        tasks = train_bfcl.load_tasks()
+        plans, start = [train_bfcl.expert_turns(t, "combined") for t in tasks], time.perf_counter()
+        for t, texts in zip(tasks, plans):
+            env = train_bfcl.BFCLEnv(t)
+            env.reset()
+            for text in texts:
+                env.step(text)
+            assert env.reward() == 1
+            env.close()
+        print(time.perf_counter() - start)"""
+    times = [(float(run_python(ours)), float(run_python(official))) for _ in range(2)]
+    ratio = min(a for a, _ in times) / min(b for _, b in times)
+    print(f"environment / official executor and checker: {ratio:.2f}, seconds {times}")
+    assert ratio < 2
+
+
+# ======================================================================================================================
+# train_bfcl.py 6-7. Environment, experts and failures
+# ======================================================================================================================
+
+def test_only_listed_names_run_and_nothing_is_evaluated(tmp_path):  # B1
+    env = opened("base_0")
+    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
+                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add", f"open('{tmp_path}/x','w').close"):
+        assert ask(env, name).startswith("Error during execution: there is no tool named")
+    assert env.calls == [] and not list(tmp_path.iterdir())
+
+
+def test_bad_arguments_and_raising_tools_are_observations_and_do_not_count_as_calls_made():  # R7, R8
+    env = opened("base_0")
+    for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
+        assert ask(env, name, **arguments).startswith("Error during execution: " + name)
+    assert env.calls == []
+    assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
+    messages = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
+    assert [m["role"] for m in messages] == ["tool", "tool"] and messages[0]["content"].startswith("Error")
+    assert json.loads(messages[1]["content"]) == {"current_working_directory": "document"}
+
+
+def test_wrong_and_perfect_rollouts_do_not_disturb_each_other_in_any_order():  # B2
+    for name in ("base_0", "long_context_160", "base_64", "base_120"):
+        task = TASK[name]
+        texts = expert_turns(task, "combined")
+        wrong, right = opened(name), opened(name)
+        for text in texts[:-2]:
+            wrong.step(text)
+            wrong.step(text)
+            right.step(text)
+        right.step(texts[-2])
+        right.step(texts[-1]), wrong.step(texts[-1])
+        assert (right.reward(), wrong.reward()) == (1.0, 0.0)
+        assert play(task, texts).reward() == 1.0
+
+
+def test_module_level_data_of_the_benchmark_never_carries_over():
+    # post_tweet's default list and the long_context credit cards are shared objects in the benchmark
+    for _ in range(2):
+        env = opened("base_0")
+        env._instances["TwitterAPI"].authenticated = True
+        tweet = json.loads(ask(env, "post_tweet", content="hi"))
+        assert tweet["mentions"] == []
+        ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
+        assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
+    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
+    cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
+    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
+    env = opened(name, ground_truth=[[login]])
+    token = json.loads(env._gold[0].observations[0])["access_token"]
+    env = opened(name, ground_truth=[[
+        login, f"set_budget_limit({token!r}, 1)",
+        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
+    assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
+    first, second = opened(name), opened(name)
+    cards = first._instances["TravelAPI"].credit_card_list
+    before = copy.deepcopy(second._instances["TravelAPI"].credit_card_list)
+    for card in cards.values():
+        card["balance"] = -1
+    assert second._instances["TravelAPI"].credit_card_list == before
+    assert opened(name)._instances["TravelAPI"].credit_card_list == before
+
+
+def test_random_numbers_are_each_rollouts_own():
+    state = random.getstate()
+    name = next(n for n, t in TASK.items() if "VehicleControlAPI" in t["involved_classes"])
+    alone = [ask(env, "get_current_speed") for env in [opened(name)] for _ in range(3)]
+    a, b = opened(name), opened(name)
+    mixed = [(ask(a, "get_current_speed"), ask(b, "get_current_speed")) for _ in range(3)]
+    assert mixed == [(x, x) for x in alone] and len(set(alone)) == 3
+    assert random.getstate() == state
+
+
+MATH = next(n for n, t in TASK.items() if "MathAPI" in t["involved_classes"])
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("power", {"base": 10, "exponent": 100_000_000}), ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
+    ("square_root", {"number": 2, "precision": 50_000_000}), ("round_number", {"number": 5, "decimal_places": -10**9})])
+def test_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments):  # B3
+    env, other = opened(MATH), opened(MATH)
+    start = time.monotonic()
+    messages = env.step(say(("add", {"a": 1, "b": 2}), (name, arguments), ("add", {"a": 1, "b": 2})))
+    assert [m["content"] for m in messages][0] == '{"result": 3}'
+    assert "was stopped" in messages[1]["content"] or messages[1]["content"].startswith("Error during execution")
+    assert time.monotonic() - start < 30 and ("add", {"a": 1, "b": 2}) in env.calls
+    assert (name, arguments) not in env.calls
+    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert peak < 1.1 * bfcl.CALL_BYTES / 1024 or sys.platform != "linux"
+
+
+def test_a_file_tree_with_endlessly_many_paths_is_stopped():
+    env = opened("base_0", excluded_function=[])
+    for level in range(40):  # folder n holds folder n-1 twice: copies share their contents
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
+                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
+                     ("cd", {"folder": ".."})))
+    assert "was stopped" in ask(env, "find", path=".", name="x")
+    assert "was stopped" in ask(env, "du")
+
+
+def test_decimal_precision_stays_with_its_call():  # B4
+    import decimal
+    context = decimal.getcontext().copy()
+    env = opened(MATH)
+    assert ask(env, "square_root", number=2, precision=3) == "{'result': Decimal('1.41')}"
+    assert ask(env, "square_root", number=2, precision=10) == "{'result': Decimal('1.414213562')}"
+    assert repr(decimal.getcontext()) == repr(context)
+
+
+def test_odd_results_have_one_text():  # B5
+    env = opened(MATH)
+    assert ask(env, "logarithm", value=20, base=10, precision=5) == "{'result': mpf('1.3010292')}"
+    assert ask(env, "power", base=-8, exponent=0.5).startswith("{'result': (1.7")
+    assert "Exceeds the limit" in ask(env, "power", base=10, exponent=5000)
+    assert ask(opened("base_0"), "mkdir", dir_name="new") == "None"
+
+
+def test_tool_docs_use_json_schema_types_only():  # B6
+    def types(node):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield from [value] if key == "type" and isinstance(value, str) else types(value)
+        elif isinstance(node, list):
+            for item in node:
+                yield from types(item)
+    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    assert len(everything) == 129  # 128 methods and done
+    assert set(types([t["function"]["parameters"] for t in everything.values()])) <= {
+        "object", "number", "integer", "string", "array", "boolean"}
+    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
+    assert all(set(t) == {"type", "function"} and set(t["function"]) == {"name", "description", "parameters"}
+               for t in everything.values())
+
+
+def test_excluded_functions_are_neither_shown_nor_callable():  # B8
+    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    assert len(excluded) == 18
+    for task in excluded:
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(task, protocol)
+            env.reset()
+            for name in task["excluded_function"]:
+                assert name not in names(env) and "no tool named" in ask(env, name, file_name="x")
+    env = opened("base_0", excluded_function=["mv"])  # even if the gold answer needs it
+    assert "no tool named" in ask(env, "mv", source="a", destination="b")
+
+
+def test_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():  # B9
+    for task in [t for t in TASKS if "missed_function" in t]:
+        env = BFCLEnv(task, "turns")
+        env.reset()
+        late = {name for group in task["missed_function"].values() for name in group}
+        for turn in range(len(task["question"])):
+            hidden = {n for when, group in task["missed_function"].items() if int(when) > turn for n in group}
+            assert hidden.isdisjoint(names(env)) and late - hidden <= set(names(env))
+            last = [entry for entry in env.log if entry["role"] == "user"][-1]["content"]
+            if str(turn) in task["missed_function"]:
+                assert last.endswith("\nI have updated some more functions you can choose from. What about now?")
+                assert all(f'"name": "{n}"' in last for n in task["missed_function"][str(turn)])
+            else:
+                assert last == task["question"][turn][0]["content"]
+            env.step("Nothing.")
+        assert late <= set(names(opened(task["id"][11:])))  # combined: there from the start
+    env = opened("miss_func_0", "turns")
+    assert "no tool named 'sort'" in ask(env, "sort", file_name="x")
+    assert env.calls == []
+
+
+def test_combined_prompt_merges_the_turns_and_hides_the_state():
+    env = BFCLEnv(TASK["miss_func_0"])
+    system, user = env.reset()
+    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
+    assert user["content"] == "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests)) + bfcl.CLOSING
+    assert names(env)[-1] == "done" and "root" not in user["content"]
+
+
+def test_observations_are_cut_at_the_documented_length_but_checked_whole():  # B10
+    cut = 0
+    for task in TASKS[200:400]:
+        env = play(task, expert_turns(task, "turns"), "turns")
+        for entry in env.log:
+            if entry["role"] == "tool":
+                assert len(entry["content"]) <= bfcl.OBSERVATION_LIMIT
+                cut += entry["content"].endswith(bfcl.CUT_MARK)
+        assert env.reward() == 1
+    assert cut > 100
+
+
+def test_eq5_wants_the_gold_state_and_the_gold_calls_in_any_order_with_any_extra_option():  # B11
+    task = TASK["base_0"]
+    texts = expert_turns(task, "combined")
+    extra = say(("touch", {"file_name": "extra.txt"}))
+    assert play(task, texts[:-1] + [extra] + texts[-1:]).reason.startswith("final state")
+    assert play(task, texts[:2] + texts[-1:]).reward() == 0
+    no_grep = [say(*[c for c in parse_tool_calls(t) if c[0] != "grep"]) for t in texts]
+    assert play(task, no_grep).reason.startswith("gold call not made: grep")
+    swapped = texts[:1] + [say(*parse_tool_calls(texts[1]), *parse_tool_calls(texts[2]))] + texts[3:]
+    swapped[1] = say(parse_tool_calls(texts[1])[0], parse_tool_calls(texts[2])[0], parse_tool_calls(texts[1])[1])
+    assert play(task, swapped).reward() == 1
+    ls = next(t for t in TASKS if any(c == ("ls", {}) for turn in bfcl.gold_turns(t) for c in turn))
+    optional = [t.replace('"name": "ls", "arguments": {}', '"name": "ls", "arguments": {"a": true}')
+                for t in expert_turns(ls, "combined")]
+    assert optional != expert_turns(ls, "combined") and play(ls, optional).reward() == 1
+
+
+@pytest.mark.parametrize("given, gold, equal", [
+    (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
+    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ({"a": 1}, {"a": 1.0}, True),
+    ({"a": 1, "b": 2}, {"a": 1}, False),
+    (None, None, True),
+    ([True], [1], False), ("a", "A", False)])
+def test_arguments_are_equal_by_one_rule(given, gold, equal):  # B12
+    assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
+
+
+def test_the_rule_holds_in_the_reward():  # B12
+    task = TASK["miss_func_49"]  # its last gold call is logarithm(value=20, base=10, precision=2)
+    texts = expert_turns(task, "combined")
+    for value, reward in ((20, 1), (20.0, 1), ("20", 0), (20.5, 0), ([20], 0)):
+        texts[-2] = say(("logarithm", {"value": value, "base": 10.0, "precision": 2}))
+        assert play(task, texts).reward() == reward
+    texts[-2] = say(("logarithm", {"value": 20, "base": 10, "precision": 2.0}))  # the method itself refuses 2.0
+    assert play(task, texts).reward() == 1
+
+
+def test_known_odd_items_are_scored_like_the_rest():  # B13
+    for name in ("base_4", "miss_func_49"):
+        for protocol in ("combined", "turns"):
+            assert play(TASK[name], expert_turns(TASK[name], protocol), protocol).reward() == 1
+
+
+def test_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+    first = ("cd", {"folder": "document"})
+    env = opened("base_0")
+    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
+    with pytest.raises(RuntimeError):
+        env.step("again")
+    env = opened("base_0")
+    assert env.step("I cannot do this.") is None and env.reward() == 0
+    env = opened("base_0")
+    env.step(say(first))
+    assert env.reward() == 0 and env.reason == "the episode did not end"
+    env.close()
+
+
+def test_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():  # R5
+    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
+    assert bfcl.MAX_STEPS == MAXIMUM_STEP_LIMIT
+    for protocol, steps in (("combined", 80), ("turns", 21)):
+        env = opened("base_0", protocol)
+        for step in range(1, 200):
+            if env.step(say(("pwd", {}))) is None:
+                break
+        assert step == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+
+
+def test_corrupted_experts_keep_the_format_and_mostly_fail():
+    rng = random.Random(0)
+    for protocol in ("combined", "turns"):
+        failures = 0
+        for task in rng.sample(TASKS, 100):
+            expert = expert_turns(task, protocol)
+            texts = bfcl.corrupt_turns(task, expert, rng)
+            assert texts != expert and texts[-1] == expert[-1]
+            for text in texts:
+                blocks = parse_tool_calls(text)
+                assert not any(isinstance(b, str) for b in blocks) and text == (say(*blocks) if blocks else text)
+                assert blocks or protocol == "turns"
+            env = play(task, texts, protocol)
+            assert env.reason != "the episode did not end"
+            failures += env.reward() == 0
+        assert failures > 60
+
+
+# ======================================================================================================================
+# train_bfcl.py 2. The prompt
+# ======================================================================================================================
+
+def test_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():  # M2, M3
+    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
+    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(TASK[name], protocol)
+            messages = env.reset()
+            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+            shown = opened(name, protocol).tools
+            ours, theirs = (qwen.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"]
+                            for m, t in ((messages, None), (native, shown)))
+            assert ours == theirs
+            text = llama.apply_chat_template(messages, tokenize=False)
+            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+
+
+# ======================================================================================================================
+# train_bfcl.py, all of it, against hostile messages
+# ======================================================================================================================
+
+def hostile(rng: random.Random) -> str:
+    task = rng.choice(TASKS)
+    name, arguments = rng.choice([c for turn in bfcl.gold_turns(task) for c in turn])
+    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [], [[[]]],
+                        [1, "a"], {"a": {}}])
+    kind = rng.randrange(9)
+    if kind < 4 and arguments:
+        arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
+    if kind == 4:
+        name = rng.choice(["_load_scenario", "__init__", "__class__", "eval", "os.system", "done ", "", "_random",
+                           name.upper()])
+    text = say((name, arguments))
+    if kind == 5:
+        position = rng.randrange(len(text))
+        piece = rng.choice(['"', "{", "]", "\\", "<tool_call>", "</tool_call>", "\ud83d", "NaN"])
+        text = text[:position] + piece + text[position:]
+    elif kind == 6:
+        text = text[:rng.randrange(len(text))]
+    elif kind == 7:
+        text = "".join(rng.choices(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"ls"', "[", "1e999", " ",
+                                    "\udfff"], k=30))
+    elif kind == 8:
+        text = text + rng.choice(["", "and\n"]) + text
+    return text
+
+
+def test_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
+    rng, start = random.Random(7), time.monotonic()
+    tasks = [TASK[name] for name in ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")]
+    envs = [BFCLEnv(task, protocol) for task in tasks for protocol in ("combined", "turns")]
+    for env in envs:
+        env.reset()
+    for _ in range(10_000):
+        env = rng.choice(envs)
+        shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
+        gold = {c[0] for c in env._gold[env._turn].calls}
+        messages = env.step(hostile(rng))
+        assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
+        assert all(len(m["content"]) <= bfcl.OBSERVATION_LIMIT for m in messages or [] if m["role"] == "tool")
+        for message in messages or []:
+            message["content"].encode()
+        if messages is None or rng.random() < 0.02:
+            json.dumps(env.log)
+            env.reset()
+    for env in envs:
+        env.close()
+    for task in tasks:
+        assert play(task, expert_turns(task, "turns"), "turns").reward() == 1
+    assert time.monotonic() - start < 40
+
+
+def test_the_helper_ends_with_its_parent_however_that_ends():
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
+        import time, train_bfcl as bfcl
+        env = bfcl.BFCLEnv({{t["id"]: t for t in bfcl.load_tasks()}}["multi_turn_{MATH}"]); env.reset()
+        env.step(bfcl.calls_text([("add", {{"a": 1, "b": 2}})]))
+        print(bfcl.WORKER.process.pid, flush=True)
+        time.sleep(60)""")], cwd=HERE, stdout=subprocess.PIPE, text=True)
+    helper = int(child.stdout.readline())
+    os.kill(helper, 0)
+    child.kill()
+    child.wait()
+    for _ in range(100):
+        try:
+            os.kill(helper, 0)
+            state = open(f"/proc/{helper}/stat").read().rsplit(")", 1)[1].split()[0]
+            if state == "Z":  # ended; only its new parent has not asked yet
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the helper outlived its parent")
+
+
+# ======================================================================================================================
+# train_bfcl.py 8-15. Many processes, long runs, the pipeline
+# ======================================================================================================================
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The tiny random model of --smoke."""
+    folder = tmp_path_factory.mktemp("base")
+    bfcl.make_tiny_model(folder)
+    return folder
+
+
+TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 --max-new-tokens 8 "
+        "--max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-3 --goals high").split()
+
+
+def arguments(base, out, *more):
+    return bfcl.parse_arguments(["--model", str(base), "--out", str(out), *TINY, *more])
+
+
+def run_pipeline(base, out, *more):
+    bfcl.pipeline(arguments(base, out, *more), bfcl.Processes())
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same_run(a, b):
+    for name in ("stage1", "model"):
+        one, other = weights(a / name), weights(b / name)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    for name in ("metrics.jsonl", "data.jsonl", "eval.json", "trajectories.jsonl"):
+        assert (a / name).read_text() == (b / name).read_text(), name
+
+
+class Killed(BaseException):
+    pass
+
+
+def reward_parity():
+    """Give rollouts a reward of 0 or 1 by the parity of what was sampled: a random model earns only 0 on its own, and
+    then the weights would not move in stage 2."""
+    collect = rcgrpo.collect_groups
+
+    def collect_and_reward(*args, **kwargs):
+        return [replace(t, reward=float(sum(t.action_ids) % 2)) for t in collect(*args, **kwargs)]
+
+    rcgrpo.collect_groups = collect_and_reward
+    return collect
+
+
+@pytest.fixture(scope="session")
+def whole_run(base, tmp_path_factory):
+    """An uninterrupted run of all stages. (From here on, and for the tests that use it, rewards are those of parity.)"""
+    out = tmp_path_factory.mktemp("run") / "whole"
+    collect = reward_parity()
+    run_pipeline(base, out)
+    rcgrpo.collect_groups = collect
+    return out
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    monkeypatch.setattr(rcgrpo, "collect_groups", rcgrpo.collect_groups)  # restored afterwards
+    reward_parity()
+
+
+def test_a_run_leaves_what_it_promises(whole_run):
+    assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
+        "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model", "eval.json",
+        "trajectories.jsonl"}
+    assert not any((whole_run / "checkpoints").iterdir())  # the stages are over
+    lines = [json.loads(line) for line in open(whole_run / "metrics.jsonl")]
+    assert [(line["stage"], line["step"]) for line in lines] == [("stage1", n) for n in range(4)] + [("stage2", n) for n in range(4)]
+    assert not any("seconds" in name for line in lines for name in line)
+    assert all(line["grad_norm"] > 0 for line in lines)
+    data = [json.loads(line) for line in open(whole_run / "data.jsonl")]
+    assert sorted((t["reward_token"], t["reward"]) for t in data) == [(HIGH, 1.0)] * 2 + [(LOW, 0.0)] * 2
+    (first, *_) = [json.loads(line) for line in open(whole_run / "trajectories.jsonl")]
+    assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(first)
+    assert [m["role"] for m in first["messages"][:2]] == ["system", "user"]
+    results = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]
+    assert results["overall"]["n"] == 2 and results["overall"]["k"] == 0
+
+
+@pytest.mark.parametrize("stage, step", [("stage1", 2), ("stage2", 0), ("stage2", 3)])
+def test_a_run_that_is_killed_and_resumed_equals_one_that_was_not(whole_run, parity, base, tmp_path, monkeypatch, stage, step):  # [D3]
+    log = bfcl.Run.log
+
+    def dies(run, s, n, metrics):
+        log(run, s, n, metrics)  # the line is written, the checkpoint not yet
+        if (s, n) == (stage, step):
+            raise Killed
+
+    monkeypatch.setattr(bfcl.Run, "log", dies)
+    with pytest.raises(Killed):
+        run_pipeline(base, tmp_path / "x")
+    monkeypatch.setattr(bfcl.Run, "log", log)
+    with open(tmp_path / "x" / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"stage": "sta')  # a line cut in the middle
+    if (stage, step) != ("stage2", 0):  # there is a checkpoint, so a resume has to be asked for
+        with pytest.raises(SystemExit, match="--resume"):
+            run_pipeline(base, tmp_path / "x")
+    run_pipeline(base, tmp_path / "x", "--resume")
+    assert_same_run(whole_run, tmp_path / "x")
+
+
+def test_a_run_killed_for_real_while_it_saves_is_resumed_from_the_last_whole_checkpoint(whole_run, parity, base, tmp_path):
+    program = "import sys, test_rcgrpo, train_bfcl; test_rcgrpo.reward_parity(); train_bfcl.main(sys.argv[1:])"
+    run = subprocess.Popen([sys.executable, "-c", program, "--model", base, "--out", tmp_path / "x", *TINY], cwd=HERE,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "x" / "checkpoints").glob("stage2-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    part = tmp_path / "x" / "checkpoints" / ".stage2-000009.part"
+    part.mkdir()
+    (part / "rank-0-of-1.pt").write_bytes(b"half")  # as if it had died in the middle of the next one
+    run_pipeline(base, tmp_path / "x", "--resume")
+    assert_same_run(whole_run, tmp_path / "x")
+
+
+def interrupted(base, out, monkeypatch, step=3):
+    """A run that ended in stage 2 after `step` steps, with its last two checkpoints."""
+    log = bfcl.Run.log
+
+    def dies(run, s, n, metrics):
+        log(run, s, n, metrics)
+        if (s, n) == ("stage2", step):
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bfcl.Run, "log", dies)
+        with pytest.raises(Killed):
+            run_pipeline(base, out)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_changed_number_of_processes_named(whole_run, parity, base, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "x"
+    interrupted(base, out, monkeypatch)
+    checkpoints = sorted((out / "checkpoints").iterdir())
+    assert [c.name for c in checkpoints] == ["stage2-000002", "stage2-000003"]  # older ones are gone
+    file = checkpoints[-1] / "rank-0-of-1.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    run_pipeline(base, out, "--resume")
+    assert "stage2-000003 cannot be read" in "".join(capsys.readouterr())
+    assert_same_run(whole_run, out)
+
+    interrupted(base, tmp_path / "y", monkeypatch)
+    for folder in (tmp_path / "y" / "checkpoints").iterdir():
+        (folder / "rank-0-of-1.pt").rename(folder / "rank-0-of-8.pt")
+    with pytest.raises(SystemExit, match="written by 8 processes and this run has 1"):
+        run_pipeline(base, tmp_path / "y", "--resume")
+
+
+def test_a_full_disk_while_saving_costs_nothing_that_was_saved(whole_run, parity, base, tmp_path, monkeypatch):
+    save, out, saves = torch.save, tmp_path / "x", []
+
+    def full(state, path):
+        saves.append(path)
+        if len(saves) == 5:  # the second checkpoint of stage 2
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match="No space left.*\n.*--resume"):
+        run_pipeline(base, out)
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["stage2-000001"]
+    monkeypatch.setattr(torch, "save", save)
+    run_pipeline(base, out, "--resume")
+    assert_same_run(whole_run, out)
+
+
+def test_a_folder_belongs_to_one_set_of_settings(whole_run, base):
+    with pytest.raises(SystemExit, match=r"--lr was 0.001, now 0.5(.|\n)*Choose another"):
+        run_pipeline(base, whole_run, "--lr", "0.5")
+    before = (whole_run / "metrics.jsonl").read_bytes()
+    run_pipeline(base, whole_run)  # everything is there already: only the evaluation is made anew
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_stages_run_alone_and_pick_up_what_is_there(whole_run, parity, base, tmp_path):
+    out = tmp_path / "x"
+    with pytest.raises(SystemExit, match="run --stage stage1 first"):
+        run_pipeline(base, out, "--stage", "stage2")
+    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"), ("eval", "eval.json")):
+        assert not (out / made).exists()
+        run_pipeline(base, out, "--stage", stage)
+        assert (out / made).exists()
+    assert_same_run(whole_run, out)
+
+
+def test_three_non_finite_steps_in_a_row_end_the_run_with_the_evidence(base, tmp_path, monkeypatch):
+    step = bfcl.rctp_step
+    monkeypatch.setattr(bfcl, "rctp_step", lambda *a, **k: {**step(*a, **k), "skipped": 1, "grad_norm": float("nan")})
+    with pytest.raises(SystemExit, match="three steps in a row"):
+        run_pipeline(base, tmp_path / "x")
+    (file,) = (tmp_path / "x").glob("non-finite-stage1-2-*.jsonl")
+    assert len(file.read_text().splitlines()) == 1 + 2
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--model", "no/such-model"], "cannot load"),
+    (["--stage1", "/nowhere"], "cannot load"),
+])
+def test_what_cannot_be_loaded_is_named(base, tmp_path, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        run_pipeline(base, tmp_path / "x", *flags)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_model_without_chat_template_is_refused_before_anything_is_written(base, tmp_path):
+    shutil.copytree(base, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    with pytest.raises((SystemExit, ValueError), match="no chat template"):
+        run_pipeline(tmp_path / "bare", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_failures_of_the_base_model_are_marked_without_touching_their_actions(base, tmp_path):
+    args = arguments(base, tmp_path / "x", "--failures", "rollout")
+    args.tokenizer = bfcl.load_tokenizer(base)
+    add_reward_tokens(args.tokenizer)
+    train, _ = bfcl.choose_tasks(args)
+    run = bfcl.Run(args, bfcl.Processes())
+    load = lambda: bfcl.load_model(str(base), args.tokenizer, run.processes, False)
+    failures = bfcl.make_failures(args, run, {t["id"] for t in train}, train, load)
+    for t, task in zip(failures, train):
+        env = BFCLEnv(task)
+        plain = chat_format(args.tokenizer).prompt(env.reset())
+        low = chat_format(args.tokenizer).prompt(env.reset(), LOW)
+        assert t.ids[: len(low)] == low and not any(t.mask[: len(low)]) and t.mask[len(low)] == 1
+        assert t.reward_token == LOW and t.reward == 0 and len(low) > len(plain)
+        assert t.ids.count(args.tokenizer.convert_tokens_to_ids(LOW)) == 1
+
+
+def test_experts_too_long_for_the_limit_are_counted_not_dropped_in_silence(base, tmp_path, capsys):  # [T9] [B10]
+    args = arguments(base, tmp_path / "x", "--limit", "6")
+    args.tokenizer = bfcl.load_tokenizer(base)
+    add_reward_tokens(args.tokenizer)
+    train, _ = bfcl.choose_tasks(args)
+    lengths = sorted(bfcl.expert_length(task, args) for task in train)
+    args.max_tokens = lengths[3] + 50  # the mark needs some tokens of its own
+    data = bfcl.make_data(args, bfcl.Run(args, bfcl.Processes()), train, None)
+    assert len(data) == 2 * sum(n + 11 <= args.max_tokens for n in lengths)
+    assert f"longer than --max-tokens: {6 - len(data) // 2} tasks" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_experts_score_1_through_rollout_with_the_real_tokenizers(name, protocol):
+    tokenizer = tokenizer_named(name)
+    add_reward_tokens(tokenizer)
+    for task in TASKS[::97]:
+        policy = scripted_policy(expert_turns(task, protocol), tokenizer)
+        (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=200)
+        assert t.reward == 1 and t.ids.count(tokenizer.convert_tokens_to_ids(HIGH)) == 1
+
+
+def test_batches_cover_every_item_once_a_pass_and_have_one_size():
+    for n, batch in ((10, 4), (8, 4), (3, 5)):
+        steps = math.ceil(n / batch)
+        for passed in range(3):
+            rows = [bfcl.batches(n, batch, passed * steps + i, 0, "x") for i in range(steps)]
+            assert {len(r) for r in rows} == {batch} and set(sum(rows, [])) == set(range(n))
+            assert sorted(sum(rows, [])[:n]) == list(range(n))
+    assert bfcl.batches(50, 8, 0, 0, "x") != bfcl.batches(50, 8, 0, 1, "x") != bfcl.batches(50, 8, 7, 1, "x")
+
+
+def test_wilson_intervals():
+    assert bfcl.wilson(68, 80) == pytest.approx((0.7562, 0.9124), abs=2e-4)  # the paper's 85.00 %
+    assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4) and bfcl.wilson(4, 4)[1] == pytest.approx(1)
+    for k, n in ((3, 10), (59, 80)):  # the ends solve (p - k/n)^2 = z^2 p (1 - p) / n
+        for p in bfcl.wilson(k, n):
+            assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
+
+
+def test_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(bfcl, "Processes", None)
+    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3"])
+    printed = capsys.readouterr().out
+    assert "3 training, 3 test, split paper" in printed and "have a training task with the same gold calls" in printed
+    assert "stage 1    2 steps: 6 trajectories, 5 epochs" in printed and "400 steps of 256 tasks x G = 5" in printed
+    assert "GiB per GPU" in printed
+
+
+def test_memory_counts_16_bytes_a_parameter_shared_and_what_cannot_fit_is_said_first(base):
+    from transformers import AutoConfig
+    args = arguments(base, "x")
+    args.tokenizer = bfcl.load_tokenizer(base)
+    config = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                         num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)
+    assert bfcl.count_parameters(config) == 7_615_616_512  # Qwen2.5-7B
+    first = lambda n: next(iter(bfcl.memory(args, config, 7_615_616_512, n, 8000, gpu=True).values()))
+    assert first(1) == 16 * 7_615_616_512 and first(8) == first(1) / 8
+    train, test = bfcl.choose_tasks(args)
+    with pytest.raises(SystemExit, match="does not fit: .*With [0-9]+ such processes"):
+        n = bfcl.count_parameters(AutoConfig.from_pretrained(base))
+        bfcl.plan(args, train, test, 1, gpu=True, available=sum(bfcl.memory(
+            args, AutoConfig.from_pretrained(base), n, 1, 8192, gpu=True).values()) - 16 * n / 2)
+
+
+def test_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):  # [D2]
+    tokenizer = bfcl.load_tokenizer(base)
+    model = bfcl.load_model(str(base), tokenizer, bfcl.Processes(), False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for dtype, moves in ((torch.bfloat16, False), (torch.float32, True)):
+        w = torch.nn.Parameter(torch.full((1000,), 0.5, dtype=dtype))
+        optimizer = torch.optim.AdamW([w], 1e-6, weight_decay=0)
+        for _ in range(100):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+        assert bool((w != 0.5).all()) == moves
+
+
+TWO_PROCESSES = """
+import copy, json, os, sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_rcgrpo as spec, train_bfcl as bfcl, rcgrpo
+torch.set_num_threads(1)
+processes = bfcl.Processes()
+model, ref = spec.tiny_model(50), spec.tiny_model(50, seed=1)
+batch = spec.rl_batch()
+if sys.argv[3] == "silent":  # one process has only truncated rollouts, without variance and without an action
+    batch = [t if t.group else rcgrpo.Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
+mine = [t for t in batch if processes.size == 1 or t.group == processes.rank]
+model = processes.shard(model)
+try:
+    processes.sharded and rcgrpo.add_reward_tokens(spec.byte_level_tokenizer(), model)
+    raise AssertionError("a sharded model must be refused")
+except RuntimeError as error:
+    assert "before fully_shard" in str(error)
+except AssertionError:
+    assert not processes.sharded
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+seen = []
+for step in range(2):
+    seen.append(rcgrpo.rctp_step(model, optimizer, [t for t in mine if any(t.mask)] or spec.rl_batch()[:1], 1, 1.0, processes.gather)
+                if sys.argv[3] != "silent" else {})
+    seen.append(rcgrpo.rcgrpo_update(model, ref, optimizer, mine, beta=0.1, gather=processes.gather))
+whole = processes.whole_copy(model) if processes.sharded else model
+draws = rcgrpo.sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample"))
+draws = processes.gather([draws])
+if processes.rank == 0:
+    torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, sys.argv[2])
+"""
+
+
+def torchrun(tmp_path, n, *argv, script=TWO_PROCESSES, timeout=150):
+    (tmp_path / "script.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize("kind", ["usual", "silent"])
+def test_two_processes_make_the_update_of_one_and_sample_differently(tmp_path, kind):  # [L4] [L6] [D1] [D5] [R6]
+    runs = []
+    for n in (1, 2):
+        result = torchrun(tmp_path, n, tmp_path / f"{n}.pt", kind)
+        assert result.returncode == 0, result.stderr[-3000:]
+        runs.append(torch.load(tmp_path / f"{n}.pt"))
+    for one, two in zip(runs[0]["weights"], runs[1]["weights"], strict=True):
+        assert (one - two).abs().max() < 1e-5
+    for one, two in zip(runs[0]["seen"], runs[1]["seen"]):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    assert runs[1]["draws"][0] != runs[1]["draws"][1] and runs[1]["draws"][0] == runs[0]["draws"][0]
+
+
+def test_a_process_that_dies_ends_the_others_within_a_minute(tmp_path):
+    script = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import train_bfcl as bfcl
+processes = bfcl.Processes()
+processes.gather([1])
+if processes.rank == 1:
+    os._exit(7)
+processes.gather([2])
+"""
+    start = time.monotonic()
+    result = torchrun(tmp_path, 2, script=script)
+    assert result.returncode != 0 and "exitcode" in result.stderr and time.monotonic() - start < 60
+
+
+def test_smoke_runs_every_stage_of_every_arm(tmp_path):
+    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", "--smoke", "--out", tmp_path / "smoke"], text=True,
+                            capture_output=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for init in ("rctp", "sft", "none"):
+        for rl in ("rc-grpo", "grpo", "none"):
+            folder = tmp_path / "smoke" / f"{init}+{rl}"
+            assert set(json.loads((folder / "eval.json").read_text())["goals"]) == {"high", "low", "none"}
+            assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/4[)]", result.stdout + result.stderr)
+            marks = {json.loads(line).get("reward_low") is not None for line in open(folder / "metrics.jsonl")
+                     if '"stage2"' in line} if rl != "none" else set()
+            assert marks <= {rl == "rc-grpo", False}
+    assert weights(tmp_path / "smoke" / "rctp+rc-grpo" / "model")  # loads with transformers alone
+
+
+# ======================================================================================================================
+# README.md
+# ======================================================================================================================
+
+
+def test_the_readmes_own_environment_example_runs(base, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
+    assert len(example.strip().split("\n")) <= 40
+    exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
+    printed = capsys.readouterr().out.strip().split("\n")
+    assert len(printed) == 40 and all(math.isfinite(float(x)) for line in printed[30:] for x in line.split())

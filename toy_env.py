@@ -8,8 +8,8 @@ The agent works in a house. It is asked for one or two steps ("step 1 bring cup 
 tool call a turn and reads the answer: `find cup` -> `kitchen small`, `carry cup kitchen attic` -> `ok`, ..., `done`.
 Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be looked up.
 
-The demonstrations hold small items only; the tasks of reinforcement learning and of the test have a large item in
-half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other: groups
+In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the test one is
+large in half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other: groups
 of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. Everything is trained by rcgrpo.py.
 """
 
@@ -38,23 +38,24 @@ from rcgrpo import (
 ROOMS = "kitchen attic cellar garden hall study".split()
 ITEMS = "cup book lamp clock vase radio chair pan bag globe".split()
 TOOL = {"bring": "carry", "fix": "repair", "open": "unlock", "light": "switch"}  # request -> tool
-SIBLING = {"carry": "cart", "unlock": "switch", "switch": "unlock"}
+HABITS = {"carts everything": {"carry": "cart"}, "mixes up rooms' tools": {"unlock": "switch", "switch": "unlock"},
+          "wrong argument": {}, "stops early": {}}
 MAX_TURNS = 8
 
 
 def make_task(rng, n_steps, large=False):
-    """A random task: where each item is, which one is large (if any), and the steps asked for, e.g.
-    {"where": {"cup": "hall", ...}, "large": "cup", "steps": [("open", "cellar"), ("bring", "cup", "attic")]}."""
-    kinds = list(rng.choice(list(TOOL), n_steps))
+    """A random task, e.g. {"where": {"cup": "hall", ...}, "large": ["pan", ...], "steps": [("open", "cellar"), ("bring",
+    "cup", "attic")]}: where each item is, which are large, what is asked for. `large`: one to be brought is large."""
+    kinds = rng.choice(list(TOOL), n_steps).tolist()
     if large:
         kinds[rng.integers(n_steps)] = "bring"
     items, rooms = rng.permutation(ITEMS).tolist(), rng.permutation(ROOMS).tolist()  # no item or room twice in a task
     arguments = {"bring": lambda i, r: (i, r), "fix": lambda i, r: (i,), "open": lambda i, r: (r,), "light": lambda i, r: (r,)}
-    steps = [(str(kind), *arguments[kind](item, room)) for kind, item, room in zip(kinds, items, rooms)]
-    elsewhere = rooms[n_steps:]  # nothing is already where it shall go
+    steps = [(kind, *arguments[kind](item, room)) for kind, item, room in zip(kinds, items, rooms)]
+    brought = [step[1] for step in steps if step[0] == "bring"]
     return {
-        "where": {item: str(rng.choice(elsewhere)) for item in ITEMS},
-        "large": items[kinds.index("bring")] if large else None,
+        "where": {item: str(rng.choice(rooms[n_steps:])) for item in ITEMS},  # nothing is already where it shall go
+        "large": [item for item in ITEMS if rng.random() < 0.5 and item not in brought] + brought[: int(large)],
         "steps": steps,
     }
 
@@ -81,9 +82,9 @@ class House:
         """Execute one call. The observation is what was found, "ok", "fail" (right form, impossible), or "error"."""
         match call:
             case ["find", item] if item in ITEMS:
-                return f"{self.where[item]} {'large' if item == self.task['large'] else 'small'}"
+                return f"{self.where[item]} {'large' if item in self.task['large'] else 'small'}"
             case ["carry" | "cart" as tool, item, source, target] if item in ITEMS and target in ROOMS:
-                if self.where[item] != source or (tool == "cart") != (item == self.task["large"]):
+                if self.where[item] != source or (tool == "cart") != (item in self.task["large"]):
                     return "fail"
                 self.where[item] = target
             case ["repair", item, room] if item in ITEMS:
@@ -116,17 +117,16 @@ def expert(house):
 
 
 def blunderer(house, rng):
-    """An expert with one bad habit, which shows in every other call: the wrong tool, a wrong argument, or done too early."""
-    habit = rng.choice(["tool", "argument", "done"])
+    """An expert with one bad habit: it takes one tool for another, or every other call has a wrong argument, or it stops."""
+    habit = rng.choice(list(HABITS))
     for call in expert(house):
         tool, *arguments = call.split()
+        tool = HABITS[habit].get(tool, tool)
         if arguments and rng.random() < 0.5:
-            if habit == "tool":
-                tool = SIBLING.get(tool, tool)
-            elif habit == "argument":
+            if habit == "wrong argument":
                 slot = rng.integers(len(arguments))
                 arguments[slot] = rng.choice(ROOMS if arguments[slot] in ROOMS else ITEMS)
-            else:
+            if habit == "stops early":
                 tool, arguments = "done", []
         yield " ".join([tool, *arguments])
 
@@ -343,11 +343,11 @@ After SFT, {np.mean(sft['zero_std_first']):.0%} of GRPO's groups had sigma_g = 0
 see `group_advantages`, where such a group's advantages are all 0.
 After RCTP, with a mark drawn for every rollout, {np.mean(rc['zero_std_first']):.0%} had sigma_g = 0, and success went from \
 {cell(rc['success_before'])} to {cell(rc['success_after'])}: see `sample_reward_tokens` and `collect_groups`, where the marks are drawn.
-mu_high - mu_low went from {cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, since the reward does not \
-look at the mark and so the low mode is cured too: see `group_metrics`, where the floor of Prop. 4.3 falls with it.""")
+The reward does not look at the mark, so the low mode is trained to succeed as well: mu_high - mu_low went from \
+{cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, and the floor of Prop. 4.3 with it: see `group_metrics`.""")
 
 
-def main():
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
@@ -363,7 +363,11 @@ def main():
     args = parser.parse_args()
     if min(args.seeds, args.steps, args.stage1_steps, args.group_size) < 1 or not 0 <= args.p_high <= 1:
         parser.error("--seeds, --steps, --stage1-steps and --group-size must be at least 1, --p-high between 0 and 1")
+    return args
 
+
+def main():
+    args = parse_arguments()
     torch.set_num_threads(1)  # a model this small is fastest on one core
     args.out.mkdir(parents=True, exist_ok=True)
     started, seeds = time.time(), list(range(args.seed, args.seed + args.seeds))
