@@ -667,6 +667,7 @@ class Processes:
         for module in [*model.get_decoder().layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=mixed)
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         return model
 
     def whole_copy(self, model):
@@ -779,9 +780,10 @@ class Run:
     """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json, ..."""
 
     def __init__(self, args, processes: Processes):
-        self.folder, self.processes, self.every = Path(args.out), processes, args.checkpoint_every
+        self.folder, self.processes = Path(args.out), processes
         self.checkpoints = self.folder / "checkpoints"
         self.settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
+        self.skips = 0  # steps skipped in a row
         self._check_settings()
         self.board = self._tensorboard()
 
