@@ -5,9 +5,11 @@ Names in brackets, like [T3], number the known failures that a test guards again
 """
 
 import copy
+import gc
 import importlib
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -18,6 +20,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,8 @@ from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
     Qwen2Config, Qwen2ForCausalLM,
 )
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import rcgrpo
 import toy_env
@@ -2129,6 +2134,123 @@ def test_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):  # [D
             optimizer.step()
         assert bool((w != 0.5).all()) == moves
 
+
+# ======================================================================================================================
+# train_bfcl.py 9. Continuous batching draws what `sample` draws
+# ======================================================================================================================
+
+
+def random_prompts(*lengths, vocabulary=50, prefix=()):
+    generator = torch.Generator().manual_seed(0)
+    return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
+
+
+@pytest.mark.parametrize("T", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
+    model = tiny_model(8, initializer_range=0.6).to(dtype)
+    model.generation_config = GenerationConfig(
+        temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True, eos_token_id=4,
+        suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
+    )
+    prompt, n = [3, 1, 4], 6000
+    draws = bfcl.continuous_policy(model, T, 2, {0}, seed=0)([prompt] * n)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt, prompt])).logits[0, -1].float()
+        follow = (model(torch.tensor([[*prompt, 5]])).logits[0, -1].float() / T).softmax(-1)
+    first = (logits / T).softmax(-1)
+    counts, after_5 = np.bincount([d[0] for d in draws], minlength=8), [d[1] for d in draws if d[0] == 5]
+    assert np.abs(counts / n - first.numpy()).max() < 4 * 0.5 / n**0.5
+    assert np.abs(np.bincount(after_5, minlength=8) / len(after_5) - follow.numpy()).max() < 2 / len(after_5) ** 0.5
+    assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token ends it and is kept
+    wrong = [(logits / t).softmax(-1) for t in (0.7, 1.0, 1.3) if t != T]
+    assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # the test can tell temperatures apart
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "rcgrpo"])
+def test_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(attention):
+    model = tiny_model(50)
+    model.set_attn_implementation(attention)
+    prompts = random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
+    expected = sample(model, prompts, 0, 12, {0, 3})
+    assert len({len(ids) for ids in expected}) > 1  # some stop early
+    policy = bfcl.continuous_policy(model, 0, 12, {0, 3}, seed=0)
+    assert policy(prompts) == expected == policy(prompts)
+    assert [policy([prompt])[0] for prompt in prompts[:3]] == expected[:3]
+
+
+@pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
+def test_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_tokens, monkeypatch):
+    evictions, evict = [], OffloadingManager.offload_requests
+    monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evictions.append(1) or evict(self))
+    model = tiny_model(50, max_position_embeddings=1024)
+    (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
+    prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
+    expected = sample(model, prompts, 0, 30, {0, 3})
+    assert bfcl.continuous_policy(model, 0, 30, {0, 3}, 0, cache_tokens)(prompts) == expected
+    assert bool(evictions) == (cache_tokens < 2**18)
+
+
+def test_every_stop_id_stops_and_is_kept():
+    model = model_with_logits([0.0] * 8)
+    for stop_ids in ({2}, {2, 5, 7}, set()):
+        for ids in bfcl.continuous_policy(model, 1.0, 40, stop_ids, seed=1)([[1]] * 30):
+            ended = ids[-1] in stop_ids
+            assert not stop_ids & set(ids[:-1]) and (len(ids) <= 40 if ended else len(ids) == 40)
+
+
+def test_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone():
+    model, prompts = tiny_model(50), random_prompts(*[5] * 40)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    policy, again, other = (bfcl.continuous_policy(model, 1.0, 10, {0}, seed) for seed in (3, 3, 4))
+    first, second = policy(prompts), policy(prompts)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert again(prompts) == first and again(prompts) == second
+    assert first != second and other(prompts) not in (first, second)
+
+
+def test_after_an_update_in_place_only_the_new_weights_are_used():
+    model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
+    policy = bfcl.continuous_policy(model, 0, 10, {0}, seed=0)
+    before = policy(prompts)
+    with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
+        model.model.layers[-1].self_attn.v_proj.weight.neg_()
+        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
+    assert policy(prompts) == sample(model, prompts, 0, 10, {0}) != before
+
+
+def test_a_failure_is_an_error_and_leaves_nothing_running():
+    model, threads = tiny_model(50), threading.active_count()
+    with pytest.raises(RuntimeError, match="continuous batching failed: No requests can be scheduled"):
+        bfcl.continuous_policy(model, 0, 4, {0}, seed=0, cache_tokens=256)(random_prompts(300, 3))
+    policy = bfcl.continuous_policy(model, 0, 4, {0}, seed=0)
+    with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
+        policy([[1, 2], [50]])
+    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
+    assert threading.active_count() == threads
+
+
+def test_a_call_leaves_no_thread_no_cache_no_output_and_no_setting_behind(capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, threads, environment = tiny_model(50).train(), threading.active_count(), dict(os.environ)
+    model.activation_checkpointing_enable()
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own is bound to an older stderr
+    logger.setLevel(logging.WARNING)
+    policy = bfcl.continuous_policy(model, 1.0, 4, {0}, seed=0)
+    for _ in range(2):
+        policy([[1, 2], [3]])
+    assert threading.active_count() == threads and dict(os.environ) == environment
+    assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert capfd.readouterr() == ("", "")
+
+
+# ======================================================================================================================
+# train_bfcl.py 8. Two processes, and the whole script
+# ======================================================================================================================
 
 TWO_PROCESSES = """
 import copy, json, os, sys, torch

@@ -23,6 +23,7 @@ import importlib.resources
 import inspect
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -45,8 +46,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast,
+    Qwen2Config, Qwen2ForCausalLM,
 )
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import is_flash_attn_2_available
 
 from rcgrpo import (
     HIGH, LOW, Trajectory, add_reward_tokens, chat_format, rcgrpo_step, rctp_step, rollout, sample, scripted_policy,
@@ -734,13 +738,69 @@ def save_model(model, tokenizer, folder: Path, processes: Processes):
 
 
 def model_policy(model, args, temperature: float, generator):
-    """The rollout policy of section 3 of rcgrpo.py, over at most --rollout-batch conversations at a time."""
+    """The rollout policy of section 3 of rcgrpo.py: `sample`, over at most --rollout-batch conversations at a time, or
+    continuous batching. That one is faster with flash attention and slower without, so it is chosen where that is."""
     stop_ids = chat_format(args.tokenizer).stop_ids
+    if args.sampler == "continuous" or args.sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
+        return continuous_policy(model, temperature, args.max_new_tokens, stop_ids, generator.initial_seed())
 
     def policy(prompts):
         parts = [prompts[i:i + args.rollout_batch] for i in range(0, len(prompts), args.rollout_batch)]
         return [ids for part in parts
                 for ids in sample(model, part, temperature, args.max_new_tokens, stop_ids, generator)]
+
+    return policy
+
+
+def continuous_policy(model, temperature, max_new_tokens, stop_ids, seed, cache_tokens=2**18):
+    """A policy that draws what `sample` draws, but when an action ends, a waiting prompt takes its place at once.
+
+    model: a plain copy, not sharded; "rcgrpo" attention becomes "sdpa" (the library prefers flash where installed).
+    seed: fixes the draws of the first call, of the second, ...  cache_tokens: most tokens in the key-value cache.
+    The policy takes N lists of ids and returns N lists of ids. Raises RuntimeError if any of the N failed.
+    """
+    # All that shapes the draws; the model's own generation config is not read. top_k 0 and top_p 1 cut nothing off.
+    draw = dict(temperature=float(temperature), top_k=0, top_p=1.0) if temperature else {}
+    generation = GenerationConfig(
+        do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids)
+    )
+    seeds, page = torch.Generator().manual_seed(seed), 256
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it warns every call; errors we raise
+
+    def policy(prompts):
+        if model.config._attn_implementation == "rcgrpo":
+            model.set_attn_implementation("sdpa")  # only implementations known to the library are accepted
+        lengths = [len(prompt) for prompt in prompts]
+        pages = sum(math.ceil((length + max_new_tokens) / page) for length in lengths)
+        config = ContinuousBatchingConfig(
+            seed=torch.randint(2**62, (), generator=seeds).item(),
+            page_size=page,
+            # What is needed (the scheduler keeps 15 % free), up to a limit; the default is 90 % of the free memory.
+            num_blocks=math.ceil(min(1.25 * pages, cache_tokens / page)),
+            max_batch_tokens=min(sum(lengths), 2048),  # without flash there is a mask of this times cache_tokens
+            disable_nccl_graph_mixing=False,  # is for tensor parallelism and would set an environment variable
+        )
+        hints = WorkloadHints(max(lengths), max_new_tokens, len(prompts))
+        training, outputs = model.training, {}
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # the library reseeds it
+            # A new manager every call: a kept one would reuse keys and values of old weights.
+            manager = model.init_continuous_batching(generation, config, hints)
+            requests = manager.add_requests(prompts)  # before start: timing must not decide which are drawn together
+            try:
+                manager.start()
+                while len(outputs) < len(prompts):
+                    if output := manager.get_result(timeout=1):
+                        outputs[output.request_id] = output
+                    elif not manager.is_running():
+                        break
+            finally:
+                manager.stop(hard_stop=True)  # joins the thread, frees the cache
+                model.train(training)
+        errors = {output.error for output in outputs.values()} - {None}
+        if errors or len(outputs) < len(prompts):
+            cause = manager.background_thread_status.fatal_error
+            raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
+        return [outputs[request].generated_tokens for request in requests]
 
     return policy
 
@@ -1070,7 +1130,7 @@ def evaluate(args, run: Run, test: list[dict], model):
     for goal in args.goals:
         tasks = run.processes.mine(test)
         envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = model_policy(model, args, 0, None)
+        policy = model_policy(model, args, 0, seeded(run.processes, args.seed, "eval"))
         with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
             played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
                              progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
@@ -1159,7 +1219,9 @@ def parse_arguments(argv=None):
     add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
     add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
     add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
-    add("--rollout-batch", 64, "conversations sampled together by a process")
+    add("--rollout-batch", 64, "conversations sampled together by a process (plain sampler)")
+    add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
+        choices=["auto", "plain", "continuous"])
     add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
     add("--groups-per-pass", 1, "groups per forward pass in stage 2")
     add("--checkpoint-every", 10, "steps between checkpoints")
