@@ -139,6 +139,14 @@ class Trajectory:
         return [token for token, sampled in zip(self.ids, self.mask) if sampled]
 
 
+def rows_by_group(groups):
+    """[7, 9, 7, None] -> {7: [0, 2], 9: [1], ("alone", 3): [3]}: the rows of each group, in order of appearance."""
+    rows = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(("alone", row) if group is None else group, []).append(row)
+    return rows
+
+
 class ChatFormat:
     """A tokenizer's chat template, cut into the pieces that a conversation is appended from.
 
@@ -183,6 +191,8 @@ class ChatFormat:
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, marked with `reward_token` if given, up to where the assistant speaks."""
+        if reward_token is not None and reward_token not in self.control:
+            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model) first")
         messages, hidden = self._hide_control_tokens(messages)
         if reward_token is not None:
             messages = inject_reward_token(messages, reward_token)
@@ -462,11 +472,8 @@ def _pack(trajectories):
     Returns ids and positions (L,); layout: per group [prefix length, continuation lengths ...]; readout (M,): the place
     in the sequence that predicts each action token; targets (M,): that token. M runs over trajectories in their order.
     """
-    members = {}
-    for row, trajectory in enumerate(trajectories):
-        members.setdefault(("alone", row) if trajectory.group is None else ("group", trajectory.group), []).append(row)
     ids, positions, layout, readout = [], [], [], {}
-    for rows in members.values():
+    for rows in rows_by_group([t.group for t in trajectories]).values():
         base = len(ids)
         # The marks differ, so the shared prefix usually ends just before r_j.
         prefix = os.path.commonprefix([trajectories[row].ids for row in rows])
@@ -580,8 +587,7 @@ def group_advantages(rewards, groups, eps=1e-6):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
     advantages = torch.zeros_like(rewards)
-    for group in set(groups):
-        rows = [row for row, g in enumerate(groups) if g == group]
+    for rows in rows_by_group(groups).values():
         R = rewards[rows]
         if R.max() > R.min():
             mu, sigma = R.mean(), R.std(correction=0)  # population std: 1/G, not 1/(G-1)
@@ -661,12 +667,12 @@ def group_metrics(trajectories, p=None):
     """
     R = [t.reward for t in trajectories]
     by_mark = {mark: [t.reward for t in trajectories if t.reward_token == mark] for mark in (HIGH, LOW)}
-    groups = [("alone", row) if t.group is None else ("group", t.group) for row, t in enumerate(trajectories)]
-    by_group = {g: [r for r, other in zip(R, groups) if other == g] for g in dict.fromkeys(groups)}
-    sigmas = [torch.tensor(r, dtype=torch.float64).std(correction=0).item() for r in by_group.values()]
+    groups = [t.group for t in trajectories]
+    sigmas = [torch.tensor([R[row] for row in rows], dtype=torch.float64).std(correction=0).item()
+              for rows in rows_by_group(groups).values()]
     mean = lambda values: sum(values) / len(values) if values else None
 
-    mu_high, mu_low, m, G = mean(by_mark[HIGH]), mean(by_mark[LOW]), mean(R), len(R) / len(by_group)
+    mu_high, mu_low, m, G = mean(by_mark[HIGH]), mean(by_mark[LOW]), mean(R), len(R) / len(sigmas)
     gap = mu_high - mu_low if by_mark[HIGH] and by_mark[LOW] else None
     p = len(by_mark[HIGH]) / len(R) if p is None else p
     kappa = (G - 1) / G * p * (1 - p)
@@ -723,15 +729,13 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     """
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
     n_tokens, n_trajectories = sum(gather([sum(sum(t.mask) for t in trajectories)])), sum(gather([len(trajectories)]))
-    rows_of = {}
-    for row, t in enumerate(trajectories):
-        rows_of.setdefault(t.group, []).append(row)
+    groups = list(rows_by_group([t.group for t in trajectories]).values())
     model.train()
     old, ref = {}, {}
     for update in range(updates):
         seen = Counter()
-        for number, groups in enumerate(_parts(list(rows_of.values()), groups_per_pass)):
-            rows = sum(groups, [])
+        for number, together in enumerate(_parts(groups, groups_per_pass)):
+            rows = sum(together, [])
             part = [trajectories[row] for row in rows]
             mask = action_mask(part, model.device)
             logp, entropy = action_logprobs(model, part, temperature, entropy=True)

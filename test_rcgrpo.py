@@ -25,6 +25,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a model that is not there is not looked for online
+
 import numpy as np
 import pytest
 import torch
@@ -46,7 +48,6 @@ from rcgrpo import (
 )
 from train_bfcl import BFCLEnv, expert_turns, parse_tool_calls
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a model that is not there is not looked for on the network
 torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "shared" / "tokenizers"
@@ -67,6 +68,12 @@ def byte_level_tokenizer():
                                         extra_special_tokens=["<|im_start|>"])
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def marked_tokenizer():
+    tokenizer = byte_level_tokenizer()
+    add_reward_tokens(tokenizer)
     return tokenizer
 
 
@@ -313,7 +320,7 @@ def test_what_the_env_reads_is_what_was_sampled_without_the_end_token():
 
 
 def test_another_observation_changes_no_trained_token():  # [M6]
-    tokenizer = byte_level_tokenizer()
+    tokenizer = marked_tokenizer()
     labels = [rollout([Echo([answer])], [HIGH], scripted_policy(["a", "b"], tokenizer), tokenizer)[0].action_ids
               for answer in ("short", "a much longer answer <|im_end|> with the mat")]
     assert labels[0] == labels[1]
@@ -338,7 +345,7 @@ def test_tokenizers_that_cannot_work_are_refused():
 
 
 def test_rollouts_report_reward_group_and_mark():
-    tokenizer = byte_level_tokenizer()
+    tokenizer = marked_tokenizer()
     envs = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)]
     end = chat_format(tokenizer).end_of_turn
     open_conversations = []
@@ -351,7 +358,7 @@ def test_rollouts_report_reward_group_and_mark():
 
 
 def test_a_broken_env_or_policy_is_an_error_that_names_it():
-    tokenizer = byte_level_tokenizer()
+    tokenizer = marked_tokenizer()
     end = chat_format(tokenizer).end_of_turn
     good = lambda prompts: [[5, end]] * len(prompts)
 
@@ -384,7 +391,7 @@ def test_a_broken_env_or_policy_is_an_error_that_names_it():
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():  # [R4] [R5] [T9]
-    tokenizer = byte_level_tokenizer()
+    tokenizer = marked_tokenizer()
     end = chat_format(tokenizer).end_of_turn
     policy = lambda prompts: [[5, 6, 7, end]] * len(prompts)
     long_answer, cut_action, endless, long_prompt, fine = (
@@ -1017,7 +1024,7 @@ def test_the_reference_model_is_left_alone_and_a_whole_step_reports_everything()
 
 
 def test_goals_of_plain_grpo():
-    tokenizer = toy_env.make_tokenizer()
+    tokenizer = marked_tokenizer()
     end = chat_format(tokenizer).end_of_turn
     for p, expected in ((None, {None}), (1.0, {HIGH}), (0.0, {LOW})):
         batch = collect_groups([0, 1], lambda task: Echo([]), lambda prompts: [[end]] * len(prompts), tokenizer, G=3, p=p)
@@ -1031,6 +1038,9 @@ def test_goals_of_plain_grpo():
 
 def test_the_expert_solves_every_task_and_the_blunderer_none_that_is_kept():
     tokenizer, rng = toy_env.make_tokenizer(), np.random.default_rng(0)
+    with pytest.raises(ValueError, match="add_reward_tokens"):
+        toy_env.demonstrate([toy_env.make_task(rng, 1)], tokenizer, rng, failures=True)
+    add_reward_tokens(tokenizer)
     for n in range(60):
         house = toy_env.House(toy_env.make_task(rng, 1 + n % 2, large=bool(n % 3)))
         policy = scripted_policy(toy_env.expert(house), tokenizer)
@@ -1065,14 +1075,15 @@ def run_toy(out, *flags):
 
 
 def test_the_toy_command_writes_what_it_promises_and_the_same_seed_gives_the_same_summary(tmp_path):
-    flags = "--steps 3 --stage1-steps 8 --group-size 3 --seeds 2 --p-high 0.4 --stratified --ratio trajectory --beta 0.05".split()
+    flags = "--steps 3 --stage1-steps 8 --group-size 3 --p-high 0.4 --stratified --ratio trajectory --beta 0.05".split()
     summaries = []
-    for name in ("a", "b"):
-        result = run_toy(tmp_path / name, *flags)
+    for name, seeds in (("again", "1"), ("a", "2")):
+        result = run_toy(tmp_path / name, *flags, "--seeds", seeds)
         assert result.returncode == 0, result.stderr
-        summaries.append(json.loads((tmp_path / name / "summary.json").read_text()))
-        summaries[-1].pop("seconds")
-    assert summaries[0] == summaries[1] and summaries[0]["seeds"] == [0, 1]
+        summaries.insert(0, json.loads((tmp_path / name / "summary.json").read_text()))
+    assert [s["seeds"] for s in summaries] == [[0, 1], [0]]
+    for arm, numbers in summaries[1]["arms"].items():
+        assert numbers == {name: values[:1] for name, values in summaries[0]["arms"][arm].items()}
     for arm in ("sft+grpo", "sft+rc-grpo", "rctp+grpo", "rctp+rc-grpo"):
         numbers = summaries[0]["arms"][arm]
         assert {"success_before", "success_after", "sigma_first", "sigma_last", "zero_std_first", "zero_std_last",
@@ -1527,8 +1538,8 @@ def test_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments
     assert time.monotonic() - start < 30 and ("add", {"a": 1, "b": 2}) in env.calls
     assert (name, arguments) not in env.calls
     assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert peak < 1.1 * bfcl.CALL_BYTES / 1024 or sys.platform != "linux"
+    if sys.platform == "linux":
+        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (bfcl.CALL_BYTES, bfcl.CALL_BYTES)
 
 
 def test_a_file_tree_with_endlessly_many_paths_is_stopped():

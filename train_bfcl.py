@@ -649,6 +649,7 @@ class Processes:
             backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
             dist.init_process_group(backend, timeout=timedelta(hours=6), **alone)  # ranks wait for the slowest rollout
             self.objects = dist.new_group(backend="gloo")  # python objects need no GPU
+            atexit.register(dist.destroy_process_group)
 
     def gather(self, items: list) -> list:
         """The concatenation of everybody's lists, in the order of the ranks, for everybody."""
