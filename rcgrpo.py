@@ -234,7 +234,7 @@ class ChatFormat:
         out = []
         for message in messages:
             trusted = message["role"] in ("system", "assistant")
-            content = message["content"]
+            content = message["content"].encode("utf-8", "replace").decode()  # lone surrogates, which cannot be encoded
             out.append({**message, "content": content if trusted else self.hidden_pattern.sub(hide, content)})
         return out, hidden
 

@@ -304,6 +304,21 @@ def test_text_of_users_and_tools_never_becomes_a_control_token(name):  # [T3]
     assert not set(chat.action(hostile)[:-1]) & {high, low, chat.end_of_turn}
 
 
+def test_10000_hostile_texts_give_no_control_token_and_decode_back_unchanged():  # [T3]
+    tokenizer = marked_tokenizer()
+    chat, rng, controls = chat_format(tokenizer), random.Random(0), set(tokenizer.added_tokens_decoder)
+    pieces = [*(t.content for t in tokenizer.added_tokens_decoder.values()), "<|", "|>", "<", "im_end", "\ue000", "\ue001", "0",
+              "\n", " ", "é", "日本", "\U0001f600", "\0", "{{ x }}", "{% if %}", "</tool_response>", "[Reward Goal: ", "]", "\\"]
+    frame = [i for i in chat.suffix([{"role": "tool", "content": "x"}]) if i in controls]
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(10_000)]
+    for text in texts:
+        ids = chat.suffix([{"role": "tool", "content": text}])
+        assert [i for i in ids if i in controls] == frame
+        assert f"<|im_start|>tool\n{text}<|im_end|>\n" in tokenizer.decode(ids)
+        assert not set(chat.action(text)[:-1]) & {chat.end_of_turn, *tokenizer.convert_tokens_to_ids([HIGH, LOW])}
+    assert len(chat.suffix([{"role": "tool", "content": "half a pair \ud83d"}])) > len(frame)  # replaced, not an exception
+
+
 def test_ordinary_text_stays_ordinary_even_if_the_vocabulary_holds_the_control_words():  # [T3], word-level
     tokenizer = toy_env.make_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -571,6 +586,20 @@ def test_one_pass_over_a_group_equals_separate_passes(shape, kind, checkpointing
     logp = action_logprobs(model, trajectories, temperature=0.8, rows_per_chunk=5)
     assert logp.shape == expected.shape and (logp - expected).abs().max() < 1e-5
     assert_same_gradients(gradients(model, (logp * weights).sum()), expected_gradients)
+
+
+@pytest.mark.parametrize("prefix, lengths", [(7, [3, 1, 5]), (7, [4]), (0, [3, 5]), (1, [2, 0, 2])])
+def test_the_attention_of_the_gpu_and_of_the_cpu_are_the_same(prefix, lengths):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randn(1, 2, n, 8, generator=generator, requires_grad=True)
+    inputs = [draw(sum(lengths)), draw(prefix), draw(prefix), draw(sum(lengths)), draw(sum(lengths))]
+    weights = draw(sum(lengths)).detach()
+    results = []
+    for attention in (rcgrpo._joint_attention, rcgrpo._SplitAttention.apply):
+        out = attention(*inputs, lengths, 0.3)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), inputs)])
+    for joint, split in zip(*results):
+        assert torch.allclose(joint, split, atol=1e-5)
 
 
 def test_the_shared_prefix_is_computed_once_and_logits_only_where_an_action_is_predicted():
@@ -2105,6 +2134,16 @@ def test_wilson_intervals():
             assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
 
 
+def test_the_papers_differences_are_within_the_noise_of_80_tasks():
+    def fisher(a, b, n=80):
+        """Two-sided p of k = a against k = b, n each: the tables with the same margin that are no likelier than this one."""
+        ways = {k: math.comb(n, k) * math.comb(n, a + b - k) for k in range(max(0, a + b - n), min(n, a + b) + 1)}
+        return sum(w for w in ways.values() if w <= ways[a]) / math.comb(2 * n, a + b)
+
+    assert fisher(59, 68) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 %
+    assert fisher(37, 39) == pytest.approx(0.87, abs=0.01)  # 46.25 % and 48.75 %
+
+
 def test_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(bfcl, "Processes", None)
@@ -2315,6 +2354,32 @@ def test_two_processes_make_the_update_of_one_and_sample_differently(tmp_path, k
     for one, two in zip(runs[0]["seen"], runs[1]["seen"]):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
     assert runs[1]["draws"][0] != runs[1]["draws"][1] and runs[1]["draws"][0] == runs[0]["draws"][0]
+
+
+def test_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):  # [D3] [D4]
+    script = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import test_rcgrpo as spec, train_bfcl as bfcl
+spec.reward_parity()
+log = bfcl.Run.log
+
+def dies(run, stage, step, metrics):
+    log(run, stage, step, metrics)
+    if [stage, str(step)] == sys.argv[2:4]:
+        os._exit(9)
+
+bfcl.Run.log = dies
+bfcl.main(sys.argv[4:])
+"""
+    flags = lambda name: ["--model", base, "--out", tmp_path / name, *TINY]
+    assert torchrun(tmp_path, 2, "never", "0", *flags("whole"), script=script).returncode == 0
+    assert torchrun(tmp_path, 2, "stage2", "2", *flags("x"), script=script).returncode != 0
+    assert [p.name for p in (tmp_path / "x" / "checkpoints").iterdir()][-1:] != []
+    result = torchrun(tmp_path, 2, "never", "0", *flags("x"), "--resume", script=script)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_same_run(tmp_path / "whole", tmp_path / "x")
+    assert len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()) == 8  # one process writes
 
 
 def test_a_process_that_dies_ends_the_others_within_a_minute(tmp_path):

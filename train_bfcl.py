@@ -1308,7 +1308,8 @@ def plan(args, train, test, processes: int, gpu: bool, available: float | None):
     if available and need(processes) > available:
         enough = next((n for n in sizes if need(n) <= available), None)
         raise SystemExit(f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} there. " + (
-            f"With {enough} such processes it would: torchrun --nproc-per-node {enough} train_bfcl.py ..." if enough else
+            f"With {enough} such processes it would: torchrun --nproc-per-node {enough} train_bfcl.py ... Or lower "
+            "--rollout-batch or --max-tokens, or take a smaller --model." if enough else
             "No number of them is enough: lower --rollout-batch or --max-tokens, or take a smaller --model."))
 
 
