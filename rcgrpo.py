@@ -224,7 +224,10 @@ class ChatFormat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
 
     def _hide_control_tokens(self, messages):
-        """Replace control tokens spelt in user and tool text by \\ue000<number>\\ue000, which survives any template."""
+        """Replace control tokens spelt in user and tool text by \\ue000<number>\\ue000, which survives any template.
+
+        In trusted text (system prompt) only these stand-ins themselves are hidden, so that none is taken for ours.
+        """
         hidden = []
 
         def hide(match):
@@ -233,9 +236,9 @@ class ChatFormat:
 
         out = []
         for message in messages:
-            trusted = message["role"] in ("system", "assistant")
-            content = message["content"].encode("utf-8", "replace").decode()  # lone surrogates, which cannot be encoded
-            out.append({**message, "content": content if trusted else self.hidden_pattern.sub(hide, content)})
+            pattern = "[\ue000\ue001]" if message["role"] in ("system", "assistant") else self.hidden_pattern
+            content = message["content"].encode("utf-8", "replace").decode()  # no lone surrogates: nothing encodes them
+            out.append({**message, "content": re.sub(pattern, hide, content)})
         return out, hidden
 
     def _encode(self, rendered, hidden=()):

@@ -300,6 +300,8 @@ def test_text_of_users_and_tools_never_becomes_a_control_token(name):  # [T3]
     calm, wild = (chat.suffix([{"role": "tool", "content": text}]) for text in ("x", f"a{hostile}b"))
     assert [i for i in wild if i in controls] == [i for i in calm if i in controls]
     assert hostile in tokenizer.decode(wild)
+    system = [{"role": "system", "content": "\ue0000\ue000 \ue001"}, {"role": "user", "content": "x"}]
+    assert "\ue0000\ue000 \ue001" in tokenizer.decode(chat.prompt(system, LOW))
     # A script cannot forge an end of turn or a mark either; <tool_call> is the model's to say.
     assert not set(chat.action(hostile)[:-1]) & {high, low, chat.end_of_turn}
 
@@ -2059,6 +2061,31 @@ def test_three_non_finite_steps_in_a_row_end_the_run_with_the_evidence(base, tmp
     assert len(file.read_text().splitlines()) == 1 + 2
 
 
+def test_ctrl_c_ends_with_a_message_and_a_run_that_can_go_on(whole_run, parity, base, tmp_path, monkeypatch):
+    step, calls = bfcl.rcgrpo_step, []
+
+    def interrupted_step(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    flags = ["--model", str(base), "--out", str(tmp_path / "x"), *TINY]
+    with monkeypatch.context() as patch:
+        patch.setattr(bfcl, "rcgrpo_step", interrupted_step)
+        with pytest.raises(SystemExit, match="stopped.*--resume"):
+            bfcl.main(flags)
+    bfcl.main([*flags, "--resume"])
+    assert_same_run(whole_run, tmp_path / "x")
+
+
+def test_any_model_can_be_scored_under_the_leaderboards_protocol(whole_run, tmp_path):
+    bfcl.main(["--init", "none", "--rl", "none", "--model", str(whole_run / "model"), "--protocol", "turns", "--limit", "2",
+               "--max-new-tokens", "8", "--out", str(tmp_path / "turns")])
+    results = json.loads((tmp_path / "turns" / "eval.json").read_text())
+    assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--model", "no/such-model"], "cannot load"),
     (["--stage1", "/nowhere"], "cannot load"),
@@ -2416,6 +2443,18 @@ def test_smoke_runs_every_stage_of_every_arm(tmp_path):
 # ======================================================================================================================
 # README.md
 # ======================================================================================================================
+
+
+def test_the_readmes_commands_have_flags_that_exist(capsys):
+    commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", (HERE / "README.md").read_text())
+    assert len(commands) > 8
+    for command in commands:
+        bfcl.parse_arguments(command.split())
+    flags = set(re.findall(r"`(--[a-z0-9-]+)", (HERE / "README.md").read_text())) - {"--nproc-per-node"}
+    with pytest.raises(SystemExit):
+        bfcl.parse_arguments(["--help"])
+    known = capsys.readouterr().out
+    assert flags and all(flag in known for flag in flags)
 
 
 def test_the_readmes_own_environment_example_runs(base, capsys):

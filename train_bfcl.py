@@ -1243,14 +1243,14 @@ def choose_tasks(args) -> tuple[list[dict], list[dict]]:
     return train, test
 
 
-def describe(args, train, test, lengths: list[int], processes: int, n_params: int, config) -> str:
+def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
     rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
     stage1 = math.ceil(rows / args.stage1_batch) * args.epochs
     fits = "no test task's gold calls occur in training" if args.split == "grouped" else (
         f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold calls: memorisation helps")
     lines = [
-        f"arm        {arm(args)} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} process(es)",
+        f"arm        {arm(args)} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} {'GPU' if gpu else 'CPU process'}(s)",
         f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {fits}",
         f"protocol   {args.protocol}",
         f"tokens     expert trajectories {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
@@ -1297,7 +1297,7 @@ def plan(args, train, test, processes: int, gpu: bool, available: float | None):
     n_params = count_parameters(config)
     lengths = [expert_length(task, args) for task in tqdm(train, desc="measuring", leave=False)]
     longest = min(max(lengths), args.max_tokens)
-    print(describe(args, train, test, lengths, processes, n_params, config))
+    print(describe(args, train, test, lengths, processes, n_params, gpu))
     need = lambda n: sum(memory(args, config, n_params, n, longest, gpu).values())
     print(f"memory     an estimate, GiB per {'GPU' if gpu else 'process'}:")
     for name, amount in memory(args, config, n_params, processes, longest, gpu).items():
