@@ -12,18 +12,24 @@ nothing to learn from. RC-GRPO keeps the group diverse in two stages:
 
 Afterwards the model is used under <|high_reward|>. The reward itself never looks at the mark.
 
+Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r_j the reward token that rollout j
+acts under (its "mark", the "goal" of a rollout), D the data of stage 1, R the reward, A the advantage, mu_g and sigma_g
+the mean and std of R in a group, pi_ref the frozen stage-1 model, p = P(high), N trajectories, T tokens.
+
 Where this file departs from the paper, or fills in what it leaves open:
   1. rho is one ratio per token, averaged over tokens, as in the authors' framework; `ratio="trajectory"` is eq. 7 as
      printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
   2. KL is the k3 estimator per token, averaged over tokens, under either ratio. The paper does not name one.
-  3. Marks are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones, so that no group is all
-     of one mark.
+  3. Marks are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones in every group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
   5. All rollouts of a group are scored in one forward pass that computes their shared prompt once. The result is exact.
-  6. Sums are divided by the counts of the whole batch, so micro-batches do not change the gradient.
+  6. Sums are divided by the counts of the whole batch, so micro-batches do not change the gradient; eq. 2 becomes a mean
+     over tokens.
+  7. eps of eq. 6 is 1e-6; a rollout that runs into a length limit has R = 0.
 
-Sections, in the order of the paper: 1 reward tokens, 2 trajectories, 3 rollouts, 4 log-probs, 5 RCTP, 6 group
-sampling, 7 advantages, 8 the clipped policy gradient, 9 what to watch, 10 the two stages.
+Sections, in the order a program needs them: 1 reward tokens (eq. 1), 2 trajectories, 3 rollouts (eqs. 4-5), 4 log-probs,
+5 RCTP (eq. 2), 6 group sampling (eq. 3), 7 advantages (eq. 6), 8 the clipped policy gradient (eqs. 7-9), 9 what to watch
+(Props. 4.2, 4.3), 10 the two stages. The second half of 2 and of 4 are plumbing: skip them on a first reading.
 Run `python toy_env.py` to see it work on a laptop, `python train_bfcl.py` for the paper's benchmark on GPUs.
 """
 
@@ -51,6 +57,8 @@ from transformers.masking_utils import sdpa_mask
 
 # ======================================================================================================================
 # 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0
+#
+# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn first (eq. 3), then R is earned.
 # ======================================================================================================================
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
@@ -76,7 +84,7 @@ def add_reward_tokens(tokenizer, model=None):
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     for weight in matrices.values():  # one matrix if tied, two if not
-        weight.data[rows_before:] = 0  # padding, which the library would draw at random, differently on every rank
+        weight.data[rows_before:] = 0  # rows that were added: padding, which the library would draw at random, differently on every rank
         _init_reward_rows(weight, ids, weight[: min(known, rows_before, *ids)])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
@@ -84,10 +92,10 @@ def add_reward_tokens(tokenizer, model=None):
 
 @torch.no_grad()
 def _init_reward_rows(weight, ids, known_rows):
-    """Set the rows to mean +- d, where d is random, orthogonal to the mean, and as long as a row's own deviation.
+    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as a usual deviation and at least as the mean.
 
-    Library resizing draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours start
-    at the usual norm in opposite directions. The generator is fixed, so every process draws the same rows.
+    Library resizing draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are of about
+    the usual norm and at least 90 degrees apart. The generator is fixed, so every process draws the same rows.
     """
     rows = known_rows.float()
     rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
@@ -132,8 +140,8 @@ def inject_reward_token(messages, token):
 class Trajectory:
     """One rollout. `ids` and `mask` have the same length; mask 1 = sampled by the policy, 0 = forced."""
 
-    ids: list
-    mask: list
+    ids: list[int]
+    mask: list[int]
     reward_token: str | None = None  # the r_j it was drawn under; None: no mark at all (SFT, plain GRPO)
     group: object = None  # rollouts of one task share it; None: a group of its own
     reward: float = 0.0  # R in [0, 1]; 0 where truncated
@@ -274,7 +282,8 @@ def chat_format(tokenizer):
 # ======================================================================================================================
 # 3. Rollouts (eq. 4):   a_{t,j} ~ pi(. | h_{t,j}, r_j)
 #
-# An env is any object with     reset() -> messages,  step(text) -> messages or None when over,  reward() -> float.
+# An env is any object with     reset() -> messages,  step(text) -> messages or None when over,  reward() -> R in [0, 1].
+# Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
 # A policy is any callable      list of prompt ids -> list of sampled ids.
 # A model, a scripted expert and a fake in a test therefore run through the same function, and demonstrations have
 # exactly the layout of rollouts.
@@ -287,7 +296,8 @@ def rollout(envs, goals, policy, tokenizer, groups=None, max_turns=20, max_token
     envs: N envs.  goals: N reward tokens, None for no mark.  groups: N group ids (default: None each).
     max_turns: assistant turns per rollout.  max_tokens: length limit of a trajectory.  progress: called with the number
     of conversations still open, once a turn.
-    Returns N trajectories. One that hits a limit is `truncated` with reward 0; a cut action is not executed.
+    Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0; a cut
+    action is not executed.
     Raises TypeError or ValueError where an env or the policy breaks its contract.
     """
     envs, goals = list(envs), list(goals)
@@ -302,10 +312,10 @@ def rollout(envs, goals, policy, tokenizer, groups=None, max_turns=20, max_token
         trajectories.append(Trajectory(prompt, [0] * len(prompt), goal, group))
 
     playing = list(zip(envs, trajectories))
+    for _, trajectory in playing:
+        trajectory.truncated = len(trajectory.ids) >= max_tokens  # a prompt that leaves no room to say anything
+    playing = [pair for pair in playing if not pair[1].truncated]
     for _ in range(max_turns):
-        for _, trajectory in playing:
-            trajectory.truncated = len(trajectory.ids) >= max_tokens  # no room to say anything
-        playing = [pair for pair in playing if not pair[1].truncated]
         if progress:
             progress(len(playing))
         if not playing:
@@ -319,9 +329,10 @@ def rollout(envs, goals, policy, tokenizer, groups=None, max_turns=20, max_token
         trajectory.truncated = True  # still talking at the turn limit
 
     for env, trajectory in zip(envs, trajectories):
-        trajectory.reward = 0.0 if trajectory.truncated else float(env.reward())
-        if not math.isfinite(trajectory.reward):
-            raise ValueError(f"{type(env).__name__}.reward() returned {trajectory.reward}: rewards must be finite")
+        reward = 0.0 if trajectory.truncated else env.reward()
+        if reward is None or not math.isfinite(reward):
+            raise ValueError(f"{type(env).__name__}.reward() returned {reward}: rewards must be finite numbers")
+        trajectory.reward = float(reward)
     return trajectories
 
 
@@ -339,6 +350,9 @@ def _play_turn(env, trajectory, sampled, chat, max_tokens):
     suffix = chat.suffix(_checked_messages(answer, "env.step()"))
     if sampled[-1] != chat.end_of_turn:  # it ended with eos: the template's own end token follows, forced
         suffix = [chat.end_of_turn, *suffix]
+    if len(trajectory.ids) + len(suffix) >= max_tokens:  # the answer leaves no room to go on
+        trajectory.truncated = True
+        return False
     trajectory.ids = trajectory.ids + suffix
     trajectory.mask = trajectory.mask + [0] * len(suffix)
     return True
@@ -430,14 +444,14 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
 
 
 def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
-    """log pi(a_t | h_t, r) of every action token, at the temperature it was sampled with.
+    """log pi of every token of the actions, given all before it, at the temperature it was sampled with.
 
     Returns logp (N, T): row j holds the log-probs of trajectory j's n_j action tokens in order, then zeros; T = max n_j.
     With entropy=True returns (logp, H), H (N, T) being the entropy of the distribution at each action, without gradient.
     Raises ValueError on an empty list or a trajectory that begins with an action.
     """
-    if not trajectories:
-        raise ValueError("action_logprobs needs at least one trajectory")
+    if not trajectories or not temperature > 0:
+        raise ValueError(f"need at least one trajectory and a temperature > 0, got {len(trajectories)} and {temperature}")
     _use_group_attention(model)
     ids, positions, layout, readout, targets = _pack(trajectories)
     device = model.device
@@ -464,7 +478,7 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
     mask = action_mask(trajectories, device)  # (N, T)
     logp, h = (torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(part)) for part in zip(*chunks))
     if not readout:
-        logp = logp + 0.0 * logits.sum()  # no action at all: 0, but still joined to every parameter
+        logp = logp + 0.0 * logits.sum()  # no action at all: 0, but a sharded backward pass still runs on every rank
     return (logp, h) if entropy else logp
 
 
@@ -591,7 +605,7 @@ def _use_group_attention(model):
 # ======================================================================================================================
 # 5. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r)
 #
-# SFT is the same loss on expert trajectories without a mark.
+# Divided by the number of action tokens in the batch: eq. 2 up to its scale. SFT is the same loss on expert trajectories without a mark.
 # ======================================================================================================================
 
 
@@ -655,11 +669,14 @@ def group_advantages(rewards, groups, eps=1e-6):
 # ======================================================================================================================
 # 8. Clipped policy gradient with KL (eqs. 7-9)
 #
-#   rho = pi_theta(a | h, r) / pi_old(a | h, r)
-#   L   = -mean[ min(rho A, clip(rho, 1 - eps, 1 + eps) A) ]  +  beta mean[ KL(pi_theta || pi_ref) ]
+#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                                     (eq. 7)
+#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                            c = 0.2, the paper's eps        (eq. 8)
+#         + beta mean[ KL(pi_theta || pi_ref) ]                                                                     (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1, nothing
-# clips, and L is about 0 because advantages sum to 0 in a group. Its gradient, -mean[ A grad log pi ], is not 0.
+# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1 and nothing
+# clips (with one update a batch, as in the paper and in our scripts, nothing ever does). L is then about 0 per trajectory,
+# since advantages sum to 0 in a group; per token a remainder stays, since long rollouts weigh more. Its gradient,
+# -mean[ A grad log pi ], is not 0.
 # ======================================================================================================================
 
 
@@ -680,7 +697,8 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask, clip=0.2, be
 
     log_rho = _bounded(logp - old_logp) * mask  # (N, T)
     if ratio == "trajectory":
-        log_rho, weight = _bounded(log_rho.sum(1, keepdim=True)), 1 / n_trajectories  # (N, 1)
+        log_rho = _bounded(log_rho.sum(1, keepdim=True))  # (N, 1)
+        weight = 1 / n_trajectories
     else:
         weight = mask.to(logp.dtype) / n_tokens  # (N, T)
     rho = log_rho.exp()
@@ -689,13 +707,13 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask, clip=0.2, be
 
     kl = torch.zeros((), device=logp.device)
     if beta:
-        # k3 of KL(pi_theta || pi_ref): with d = log pi_ref - log pi_theta, e^d - d - 1 >= 0, and E[e^d] = 1.
+        # k3: with d = log pi_ref - log pi_theta, e^d - d - 1 >= 0, and its mean under pi_theta is KL(pi_theta || pi_ref).
         d = _bounded(ref_logp - logp)
         kl = ((d.exp() - d - 1) * mask).sum() / n_tokens
         loss = loss + beta * kl
 
     with torch.no_grad():
-        clipped = (rho > 1 + clip) & (A > 0) | (rho < 1 - clip) & (A < 0)
+        clipped = ((rho > 1 + clip) & (A > 0)) | ((rho < 1 - clip) & (A < 0))
         metrics = {"loss": loss.item(), "kl": kl.item(), "clip_fraction": (clipped * weight).sum().item()}
     return loss, metrics
 
@@ -708,9 +726,12 @@ def _bounded(log_ratio):
 # ======================================================================================================================
 # 9. What to watch
 #
-# For a 0/1 reward, E[sigma_g^2] = (G-1)/G m(1-m) exactly, with m = p mu_high + (1-p) mu_low the task's success rate.
-# Prop. 4.3 gives a floor: E[sigma_g^2] >= kappa (mu_high - mu_low)^2, kappa = (G-1)/G p(1-p). Over a batch of different
-# tasks the floor holds for the mean gap, and (G-1)/G m(1-m) at the mean m turns into a ceiling (m(1-m) is concave).
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at every one of T steps, all G rollouts are identical, and so
+# sigma_g = 0, with probability >= 1 - G T eps_sft.
+# Prop. 4.3, the floor: E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p).
+# For a 0/1 reward E[sigma_g^2] = (G-1)/G m(1-m) exactly, m = p mu_high + (1-p) mu_low: the marks help by moving m off 0
+# and 1. Over a batch of different tasks the floor holds for the mean gap, and the exact value, at the mean m, becomes a
+# ceiling (m(1-m) is concave). Both are statements about expectations: in a single batch of few tasks the gap is noisy.
 # ======================================================================================================================
 
 
@@ -719,7 +740,7 @@ def group_metrics(trajectories, p=None):
 
     reward, reward_high, reward_low: mean R, of all, and by mark.  reward_high_minus_low: mu_high - mu_low.
     sigma: mean sigma_g.  zero_std: share of groups with sigma_g = 0.  sigma2: mean sigma_g^2, beside sigma2_floor
-    (Prop. 4.3; p = share of high marks, measured if not given) and sigma2_ceiling.  advantage_std: spread of A.
+    (p = share of high marks, measured if not given) and sigma2_ceiling (for i.i.d. marks).  advantage_std: spread of A.
     truncated: share of rollouts.  tokens: action tokens sampled.
     """
     R = [t.reward for t in trajectories]
@@ -784,6 +805,8 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
 
     ref_model: the frozen stage-1 model, None if beta = 0.  groups_per_pass: whole groups scored in one forward pass.
     """
+    if beta and ref_model is None:
+        raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
     n_tokens, n_trajectories = sum(gather([sum(sum(t.mask) for t in trajectories)])), sum(gather([len(trajectories)]))
     groups = list(rows_by_group([t.group for t in trajectories]).values())
@@ -797,7 +820,7 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
             mask = action_mask(part, model.device)
             logp, entropy = action_logprobs(model, part, temperature, entropy=True)
             if update == 0:
-                old[number] = logp.detach()  # nothing has changed since sampling: pi_old is pi_theta
+                old[number] = logp.detach()  # no update since sampling: pi_old is pi_theta
                 with torch.no_grad():
                     ref[number] = action_logprobs(ref_model, part, temperature) if beta else None
             loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta, ratio,
@@ -812,7 +835,8 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
                 generator=None, limits={}, gather=list, **update_settings):
     """One step of stage 2: marks, rollouts, advantages, update. Returns (metrics, trajectories of this process).
 
-    update_settings: those of `rcgrpo_update`. The metrics are those of sections 8 and 9, and seconds of both halves.
+    limits: keywords of `rollout`, e.g. {"max_turns": 8}.  update_settings: keywords of `rcgrpo_update`, among them the
+    temperature, which must be the policy's. The metrics are those of sections 8 and 9, and seconds of both halves.
     """
     started = time.perf_counter()
     trajectories = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
@@ -825,7 +849,9 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip, step, clear. A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were."""
+    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were."""
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
     if math.isfinite(norm):

@@ -392,6 +392,7 @@ def test_a_broken_env_or_policy_is_an_error_that_names_it():
         ([env(step=lambda text: {"role": "tool", "content": "x"})], good, "env.step"),
         ([env(step=lambda text: [])], good, "env.step"),
         ([env(reward=lambda: float("nan"))], good, "finite"),
+        ([env(reward=lambda: None)], good, "Echo.reward() returned None"),
         ([env()], lambda prompts: [], "one non-empty list"),
         ([env()], lambda prompts: [[]], "one non-empty list"),
         ([env(reset=lambda: [{"role": "system", "content": "x"}])], good, "no user message"),
@@ -422,6 +423,7 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     assert [len(env.heard) for env in envs] == [1, 1, 4, 0, 2]  # the action cut at 2 of 4 tokens was not executed
     assert trajectories[1].action_ids == [5, 6, 7, end, 5, 6] and len(trajectories[1].ids) == limit
     assert not any(trajectories[3].mask)
+    assert all(len(t.ids) <= limit for t in trajectories if any(t.mask))  # what does not fit is not appended either
     with pytest.raises(ValueError, match="max_tokens"):
         rctp_step(tiny_model(400), None, trajectories)
 
@@ -658,6 +660,9 @@ def test_the_last_real_token_of_every_row_is_trained_though_pad_is_eos():  # [M7
 
 def test_what_cannot_be_scored_is_refused():
     model = tiny_model(50)
+    for temperature in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="temperature > 0"):
+            action_logprobs(model, [trajectory([1], ([2], []))], temperature)
     with pytest.raises(ValueError, match="at least one"):
         action_logprobs(model, [])
     with pytest.raises(ValueError, match="begins with an action"):
@@ -1034,6 +1039,15 @@ def test_a_non_finite_gradient_is_thrown_away_and_counted():
     before = copy.deepcopy(model.state_dict())
     metrics = rctp_step(model, optimizer, rl_batch())
     assert metrics["skipped"] == 1 and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_settings_that_would_train_wrongly_are_refused():
+    model = tiny_model(50)
+    for norm in (0, -1):
+        with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+            rctp_step(model, torch.optim.SGD(model.parameters(), 1.0), rl_batch(), max_grad_norm=norm)
+    with pytest.raises(ValueError, match="ref_model"):
+        rcgrpo_update(model, None, None, rl_batch(), beta=0.1)
 
 
 def test_the_reference_model_is_left_alone_and_a_whole_step_reports_everything():
@@ -2084,6 +2098,40 @@ def test_any_model_can_be_scored_under_the_leaderboards_protocol(whole_run, tmp_
                "--max-new-tokens", "8", "--out", str(tmp_path / "turns")])
     results = json.loads((tmp_path / "turns" / "eval.json").read_text())
     assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
+
+
+@pytest.mark.parametrize("flags", ["--temperature 0", "--max-grad-norm 0", "--checkpoint-every 0", "--epochs 0", "--batch 0",
+                                   "--rollout-tokens 0", "--p-high 2", "--lr -1", "--beta -0.1", "--rows-per-pass 0"])
+def test_impossible_settings_are_refused_at_once(flags):
+    with pytest.raises(SystemExit) as refused:
+        bfcl.parse_arguments(flags.split())
+    assert refused.value.code == 2
+    assert bfcl.parse_arguments(["--goals", "high", "high"]).goals == ["high"]
+
+
+def test_only_the_model_of_the_arm_is_evaluated_and_only_one_that_was_trained(base, tmp_path):
+    run_pipeline(base, tmp_path / "x", "--stage", "stage1")
+    with pytest.raises(SystemExit, match="no stage-2 model"):
+        run_pipeline(base, tmp_path / "x", "--stage", "eval")
+    with pytest.raises(SystemExit, match="not one of the 2 training tasks fits into --max-tokens 500"):
+        run_pipeline(base, tmp_path / "y", "--max-tokens", "500")
+    assert not (tmp_path / "y" / "stage1").exists()
+
+
+def test_the_plain_policy_samples_in_parts_of_bounded_size_and_keeps_the_order(base, monkeypatch):
+    args = arguments(base, "x", "--rollout-tokens", "100")
+    args.tokenizer = bfcl.load_tokenizer(base)
+    sizes = []
+
+    def fake(model, prompts, temperature, max_new_tokens, stop_ids, generator):
+        sizes.append(len(prompts) * (max(map(len, prompts)) + max_new_tokens))
+        return [[len(prompt)] for prompt in prompts]
+
+    monkeypatch.setattr(bfcl, "sample", fake)
+    lengths = [5, 40, 3, 200, 41, 2]
+    policy = bfcl.model_policy(tiny_model(50), args, 1.0, torch.Generator())
+    assert policy([[1] * n for n in lengths]) == [[n] for n in lengths]
+    assert sizes == [39, 98, 208]  # 3 of up to 5 + 8, 2 of up to 41 + 8, and one that is too long on its own
 
 
 @pytest.mark.parametrize("flags, message", [

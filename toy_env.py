@@ -10,7 +10,8 @@ Where an item is, and whether it is large and needs `cart` instead of `carry`, h
 
 In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the test one is
 large in half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other: groups
-of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. Everything is trained by rcgrpo.py.
+of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. RCTP also sees failures, one kind of which takes the cart for
+everything: wrong there, right for what is large. Everything is trained by rcgrpo.py.
 """
 
 import argparse
@@ -38,14 +39,14 @@ from rcgrpo import (
 ROOMS = "kitchen attic cellar garden hall study".split()
 ITEMS = "cup book lamp clock vase radio chair pan bag globe".split()
 TOOL = {"bring": "carry", "fix": "repair", "open": "unlock", "light": "switch"}  # request -> tool
-HABITS = {"carts everything": {"carry": "cart"}, "mixes up rooms' tools": {"unlock": "switch", "switch": "unlock"},
+HABITS = {"carts everything": {"carry": "cart"}, "swaps unlock and switch": {"unlock": "switch", "switch": "unlock"},
           "wrong argument": {}, "stops early": {}}
 MAX_TURNS = 8
 
 
 def make_task(rng, n_steps, large=False):
     """A random task, e.g. {"where": {"cup": "hall", ...}, "large": ["pan", ...], "steps": [("open", "cellar"), ("bring",
-    "cup", "attic")]}: where each item is, which are large, what is asked for. `large`: one to be brought is large."""
+    "cup", "attic")]}: where each item is, which are large, what is asked for. `large`: one item to bring is large."""
     kinds = rng.choice(list(TOOL), n_steps).tolist()
     if large:
         kinds[rng.integers(n_steps)] = "bring"
@@ -284,7 +285,7 @@ def cell(values):
     """Mean, and +- standard deviation where there are several seeds; a dash where the arm has no such number."""
     values = [v for v in values if v is not None]
     spread = f"±{np.std(values):.2f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{spread}" if values else "-"
+    return f"{np.mean(values) + 0.0:.2f}{spread}".replace("-0.00", "0.00") if values else "-"
 
 
 def print_table(arms):
@@ -295,7 +296,7 @@ def print_table(arms):
     rows = [["arm", *(name for name, _, _ in columns)]]
     for arm, numbers in arms.items():
         pairs = [(cell(numbers[a]), cell(numbers[b])) for _, a, b in columns]
-        rows.append([arm, *(f"{a} -> {b}" for a, b in pairs[:-1]), "{} ({})".format(*pairs[-1])])
+        rows.append([arm, *("-" if a == "-" else f"{a} -> {b}" for a, b in pairs[:-1]), "{} ({})".format(*pairs[-1])])
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
@@ -337,12 +338,13 @@ def report(runs, arms):
         print(f"\n{title} over the steps (full block = {top})")
         for arm in ARMS:
             print(f"  {arm:12} |{sparkline(curve(runs, arm, key).mean(0), top)}|")
-    sft, rc = arms["sft+grpo"], arms["rctp+rc-grpo"]
+    sft, rctp, rc = arms["sft+grpo"], arms["rctp+grpo"], arms["rctp+rc-grpo"]
     print(f"""
 After SFT, {np.mean(sft['zero_std_first']):.0%} of GRPO's groups had sigma_g = 0, and success went from {cell(sft['success_before'])} to {cell(sft['success_after'])}: \
 see `group_advantages`, where such a group's advantages are all 0.
-After RCTP, with a mark drawn for every rollout, {np.mean(rc['zero_std_first']):.0%} had sigma_g = 0, and success went from \
-{cell(rc['success_before'])} to {cell(rc['success_after'])}: see `sample_reward_tokens` and `collect_groups`, where the marks are drawn.
+After RCTP, with a mark drawn for every rollout, {np.mean(rc['zero_std_first']):.0%} had, and success went from {cell(rc['success_before'])} to \
+{cell(rc['success_after'])} (with the high mark always: {np.mean(rctp['zero_std_first']):.0%}, and to {cell(rctp['success_after'])}): \
+see `sample_reward_tokens` and `collect_groups`, where the marks are drawn.
 The reward does not look at the mark, so the low mode is trained to succeed as well: mu_high - mu_low went from \
 {cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, and the floor of Prop. 4.3 with it: see `group_metrics`.""")
 

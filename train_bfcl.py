@@ -16,6 +16,7 @@ import ast
 import atexit
 import copy
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -648,7 +649,7 @@ class Processes:
             alone = {} if self.size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
             dist.init_process_group(backend, timeout=timedelta(hours=6), **alone)  # ranks wait for the slowest rollout
-            self.objects = dist.new_group(backend="gloo")  # python objects need no GPU
+            self.objects = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # python objects need no GPU
             atexit.register(dist.destroy_process_group)
 
     def gather(self, items: list) -> list:
@@ -677,16 +678,16 @@ class Processes:
 
     def whole_copy(self, model):
         """A plain, frozen copy in the compute type, for rollouts or as pi_ref."""
-        dtype = torch.bfloat16 if self.cuda else torch.float32
-        copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype).to(self.device).eval().requires_grad_(False)
-        return self.refresh(copy, model)
+        config = copy.deepcopy(model.config)  # the copy has its own dtype and attention
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if self.cuda else torch.float32)
+        return self.refresh(plain.to(self.device).eval().requires_grad_(False), model)
 
     @torch.no_grad()
-    def refresh(self, copy, model):
+    def refresh(self, plain, model):
         """Bring the copy up to date; parameters come in the same order, tied ones once."""
-        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
+        for target, source in zip(plain.parameters(), model.parameters(), strict=True):
             target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
-        return copy
+        return plain
 
     def full_state(self, model) -> dict:
         """The whole state dict on rank 0's CPU."""
@@ -716,6 +717,9 @@ def load_tokenizer(path: str):
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
     """fp32 master weights (at lr 1e-6 a bf16 weight would not move), reward tokens, then shards: in this order."""
+    gc.collect()  # a sharded model of an earlier stage is part of reference cycles
+    if processes.cuda:
+        torch.cuda.empty_cache()
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -728,27 +732,37 @@ def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
 
 def save_model(model, tokenizer, folder: Path, processes: Processes):
     """A Hugging Face checkpoint, complete or absent: written beside its name and renamed."""
-    state = processes.full_state(model)
+    state, dtype = processes.full_state(model), torch.bfloat16 if processes.cuda else torch.float32
+    once = {id(tensor): tensor.to(dtype) for tensor in state.values()}  # tied weights stay one tensor
 
     def write(part: Path):
-        dtype = torch.bfloat16 if processes.cuda else torch.float32
-        model.save_pretrained(part, state_dict={name: tensor.to(dtype) for name, tensor in state.items()})
+        model.save_pretrained(part, state_dict={name: once[id(tensor)] for name, tensor in state.items()})
         tokenizer.save_pretrained(part)
+        config = json.loads((part / "config.json").read_text())  # names the type of the master weights
+        write_text(part / "config.json", json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
 def model_policy(model, args, temperature: float, generator):
-    """The rollout policy of section 3 of rcgrpo.py: `sample`, over at most --rollout-batch conversations at a time, or
+    """The rollout policy of section 3 of rcgrpo.py: `sample`, over at most --rollout-tokens padded tokens at a time, or
     continuous batching. That one is faster with flash attention and slower without, so it is chosen where that is."""
     stop_ids = chat_format(args.tokenizer).stop_ids
     if args.sampler == "continuous" or args.sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
         return continuous_policy(model, temperature, args.max_new_tokens, stop_ids, generator.initial_seed())
 
     def policy(prompts):
-        parts = [prompts[i:i + args.rollout_batch] for i in range(0, len(prompts), args.rollout_batch)]
-        return [ids for part in parts
-                for ids in sample(model, part, temperature, args.max_new_tokens, stop_ids, generator)]
+        parts = [[]]
+        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):  # all of a part are padded to its last
+            if parts[-1] and (len(parts[-1]) + 1) * (len(prompts[row]) + args.max_new_tokens) > args.rollout_tokens:
+                parts.append([])
+            parts[-1].append(row)
+        sampled = [None] * len(prompts)
+        for part in parts:
+            drawn = sample(model, [prompts[row] for row in part], temperature, args.max_new_tokens, stop_ids, generator)
+            for row, ids in zip(part, drawn):
+                sampled[row] = ids
+        return sampled
 
     return policy
 
@@ -987,6 +1001,8 @@ def make_data(args, run: Run, train: list[dict], load) -> list[Trajectory]:
         if args.init == "rctp":
             data += make_failures(args, run, {t.group for t in data}, train, load)
         data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
+        if not data:
+            raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens {args.max_tokens}: raise it")
         run.say(f"data: {sum(t.reward == 1 for t in data)} expert and {sum(t.reward == 0 for t in data)} failure trajectories, "
                 f"{sum(len(t.ids) for t in data):,} tokens; left out, longer than --max-tokens: {too_long} tasks")
         if processes.rank == 0:
@@ -1136,7 +1152,7 @@ def evaluate(args, run: Run, test: list[dict], model):
             played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
                              progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
         lines += [{"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
-                   "reason": "ran into --max-tokens or --max-new-tokens" if t.truncated else env.reason,
+                   "reason": "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason,
                    "calls": env.calls, "messages": env.log} for task, env, t in zip(tasks, envs, played)]
     lines = run.processes.gather(lines)
     results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in args.goals}
@@ -1199,7 +1215,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
     add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
     add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
-    add("--smoke", False, "every stage and arm on a tiny random model on the CPU, in about two minutes", action="store_true")
+    add("--smoke", False, "every stage and arm on a tiny random model, on the CPU", action="store_true")
     add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
     add("--seed", 0, "seed of everything random")
     add("--stage1-lr", 1e-5, "learning rate of stage 1")
@@ -1220,7 +1236,7 @@ def parse_arguments(argv=None):
     add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
     add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
     add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
-    add("--rollout-batch", 64, "conversations sampled together by a process (plain sampler)")
+    add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
     add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
         choices=["auto", "plain", "continuous"])
     add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
@@ -1228,10 +1244,16 @@ def parse_arguments(argv=None):
     add("--checkpoint-every", 10, "steps between checkpoints")
     parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
     args = parser.parse_args(argv)
-    args.epochs = args.epochs or {"rctp": 5, "sft": 2, "none": 0}[args.init]
-    args.batch = args.batch or {"rc-grpo": 256, "grpo": 64, "none": 0}[args.rl]
-    if not 0 <= args.p_high <= 1 or args.group_size < 1:
-        parser.error("--p-high must be between 0 and 1, --group-size at least 1")
+    args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
+    args.batch = {"rc-grpo": 256, "grpo": 64, "none": 1}[args.rl] if args.batch is None else args.batch
+    args.goals = list(dict.fromkeys(args.goals))
+    for name, value in vars(args).items():
+        if type(value) is int and name not in ("seed", "limit") and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        if type(value) is float and not value > 0 and name not in ("p_high", "beta", "failure_temperature"):
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    if not 0 <= args.p_high <= 1 or args.beta < 0 or args.failure_temperature < 0 or args.limit < 0:
+        parser.error("--p-high must be between 0 and 1; --beta, --failure-temperature and --limit not negative")
     return args
 
 
@@ -1261,26 +1283,26 @@ def describe(args, train, test, lengths: list[int], processes: int, n_params: in
         if args.rl != "none" else "stage 2    none",
         f"evaluation {len(test)} tasks under goal {', '.join(args.goals)}",
     ]
-    if args.init == "rctp" and args.epochs == 5 or args.batch == 256:
+    if args.init == "rctp" and args.epochs == 5 or args.rl != "none" and args.batch in (64, 256):
         lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for a fair comparison "
                      "of arms set --epochs and --batch alike")
     return "\n".join(lines)
 
 
 def memory(args, config, n_params: int, processes: int, longest: int, gpu: bool) -> dict[str, float]:
-    """Bytes per process: weights, and the larger of what a rollout and what an update needs."""
-    copies = (n_params * 2 if gpu or processes > 1 else 0) if args.rl != "none" else 0
+    """Bytes per process, roughly: weights, and the larger of what sampling with the plain sampler and an update need."""
+    copies = n_params * 2 if args.rl != "none" and (gpu or processes > 1) else 0
     ref = n_params * (2 if gpu else 4) if args.rl != "none" else 0
-    width, layers, vocabulary, compute = config.hidden_size, config.num_hidden_layers, config.vocab_size, 2 if gpu else 4
-    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    cache = 2 * layers * config.num_key_value_heads * head * compute * longest * args.rollout_batch
-    tokens = longest + (args.group_size - 1) * longest // 4  # a group: its prompt once, and some continuations
-    hidden = layers * tokens * width * compute  # activation checkpointing keeps one hidden state per layer
-    layer = tokens * (8 * width + 4 * config.intermediate_size) * compute
-    logits = tokens // 2 * vocabulary * 2 * compute + 3 * 1024 * vocabulary * 4
+    width, inner, layers, vocabulary = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size
+    compute, head = 2 if gpu else 4, getattr(config, "head_dim", None) or width // config.num_attention_heads
+    part = max(args.rollout_tokens, longest)  # padded tokens sampled together: cache, one layer's prefill, dense mask
+    rollouts = part * (2 * layers * config.num_key_value_heads * head * compute + (3 * inner + 4 * width) * compute
+                       + longest * (1 + compute))
+    tokens = longest + (args.group_size - 1) * longest // 2  # a group: its prompt once, and its continuations
+    update = tokens * (layers * width + 8 * width + 4 * inner) * compute  # a hidden state per layer, and one whole layer
+    update += tokens // 2 * vocabulary * 2 * compute + 3 * 1024 * vocabulary * 4  # logits of the actions
     return {"fp32 weights, gradients, AdamW (sharded)": 16 * n_params / processes, "rollout copy": copies,
-            "reference copy": ref, "rollouts: key-value cache, or update: activations and logits":
-            max(cache if args.rl != "none" else 0, hidden + layer + logits)}
+            "reference copy": ref, "working memory of sampling, or of an update if that is more": max(rollouts, update)}
 
 
 def count_parameters(config) -> int:
@@ -1309,8 +1331,8 @@ def plan(args, train, test, processes: int, gpu: bool, available: float | None):
         enough = next((n for n in sizes if need(n) <= available), None)
         raise SystemExit(f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} there. " + (
             f"With {enough} such processes it would: torchrun --nproc-per-node {enough} train_bfcl.py ... Or lower "
-            "--rollout-batch or --max-tokens, or take a smaller --model." if enough else
-            "No number of them is enough: lower --rollout-batch or --max-tokens, or take a smaller --model."))
+            "--rollout-tokens or --max-tokens, or take a smaller --model." if enough else
+            "No number of them is enough: lower --rollout-tokens or --max-tokens, or take a smaller --model."))
 
 
 def expert_length(task: dict, args) -> int:
@@ -1326,7 +1348,7 @@ def pipeline(args, processes: Processes):
     args.tokenizer = load_tokenizer(args.stage1 or args.model)
     chat_format(args.tokenizer)  # a template that cannot work says so now
     add_reward_tokens(args.tokenizer)
-    shares = {"--stage1-batch": args.stage1_batch, "--batch": args.batch}
+    shares = {"--stage1-batch": args.stage1_batch if args.init != "none" else 0, "--batch": args.batch if args.rl != "none" else 0}
     if uneven := [f"{flag} {n}" for flag, n in shares.items() if n % processes.size]:
         raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
     run = Run(args, processes)
@@ -1349,7 +1371,9 @@ def pipeline(args, processes: Processes):
     if args.rl != "none" and args.stage in ("all", "stage2") and not final.exists():
         train_stage2(args, run, train, load(str(start)))
     if args.stage in ("all", "eval"):
-        model = load(str(final if final.exists() else start))
+        if args.rl != "none" and not final.exists():
+            raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
+        model = load(str(start if args.rl == "none" else final))
         evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
 
 
