@@ -4,6 +4,7 @@ Expected values are closed forms, brute force written another way, or the transf
 Names in brackets, like [T3], number the known failures that a test guards against.
 """
 
+import ast
 import copy
 import gc
 import importlib
@@ -1378,6 +1379,10 @@ def test_all_4625_gold_calls_convert_and_give_the_official_observations():
     official = ask_judge("observations", [[task["id"], [task["ground_truth"]]] for task in TASKS])
     assert ours == official
     assert ("sort", {"file_name": "final_report.pdf"}) in calls  # B7
+    written = [ast.parse(call, mode="eval").body for task in TASKS for turn in task["ground_truth"] for call in turn]
+    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
+    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
+    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
     with pytest.raises(ValueError):
         bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"]))
 
@@ -2498,7 +2503,7 @@ def test_the_readmes_commands_have_flags_that_exist(capsys):
     assert len(commands) > 8
     for command in commands:
         bfcl.parse_arguments(command.split())
-    flags = set(re.findall(r"`(--[a-z0-9-]+)", (HERE / "README.md").read_text())) - {"--nproc-per-node"}
+    flags = set(re.findall(r"`(--[a-z0-9-]+)", (HERE / "README.md").read_text())) - {"--nproc-per-node", "--seeds"}
     with pytest.raises(SystemExit):
         bfcl.parse_arguments(["--help"])
     known = capsys.readouterr().out
@@ -2507,7 +2512,7 @@ def test_the_readmes_commands_have_flags_that_exist(capsys):
 
 def test_the_readmes_own_environment_example_runs(base, capsys):
     (example,) = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
-    assert len(example.strip().split("\n")) <= 40
+    assert len(example.strip().split("\n")) <= 42
     exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
     printed = capsys.readouterr().out.strip().split("\n")
-    assert len(printed) == 40 and all(math.isfinite(float(x)) for line in printed[30:] for x in line.split())
+    assert len(printed) == 41 and all(math.isfinite(float(x)) for line in printed[30:] for x in line.split())
