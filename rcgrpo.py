@@ -84,7 +84,7 @@ def add_reward_tokens(tokenizer, model=None):
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     for weight in matrices.values():  # one matrix if tied, two if not
-        weight.data[rows_before:] = 0  # rows that were added: padding, which the library would draw at random, differently on every rank
+        weight.data[rows_before:] = 0  # added rows are padding; the library draws them, differently on every rank
         _init_reward_rows(weight, ids, weight[: min(known, rows_before, *ids)])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
@@ -127,7 +127,7 @@ def inject_reward_token(messages, token):
 #
 # A conversation is built by appending ids and nothing else:
 #
-#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n <|im_start|>tool ...
+#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n <|im_start|>
 #   mask   0 0 0 ...                                                             | 1    1   1          | 0  0 ...
 #          prompt (h_1, r)                                                       | sampled (a_1)       | suffix (h_2)
 #
@@ -205,7 +205,7 @@ class ChatFormat:
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, marked with `reward_token` if given, up to where the assistant speaks."""
         if reward_token is not None and reward_token not in self.control:
-            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model) first")
+            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model)")
         messages, hidden = self._hide_control_tokens(messages)
         if reward_token is not None:
             messages = inject_reward_token(messages, reward_token)
@@ -605,7 +605,8 @@ def _use_group_attention(model):
 # ======================================================================================================================
 # 5. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r)
 #
-# Divided by the number of action tokens in the batch: eq. 2 up to its scale. SFT is the same loss on expert trajectories without a mark.
+# Divided by the number of action tokens in the batch: eq. 2 up to its scale. SFT is the same loss on expert trajectories
+# without a mark.
 # ======================================================================================================================
 
 
@@ -669,9 +670,9 @@ def group_advantages(rewards, groups, eps=1e-6):
 # ======================================================================================================================
 # 8. Clipped policy gradient with KL (eqs. 7-9)
 #
-#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                                     (eq. 7)
-#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                            c = 0.2, the paper's eps        (eq. 8)
-#         + beta mean[ KL(pi_theta || pi_ref) ]                                                                     (eq. 9)
+#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                                   (eq. 7)
+#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                          c = 0.2, the paper's eps        (eq. 8)
+#         + beta mean[ KL(pi_theta || pi_ref) ]                                                                   (eq. 9)
 #
 # All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1 and nothing
 # clips (with one update a batch, as in the paper and in our scripts, nothing ever does). L is then about 0 per trajectory,
@@ -746,8 +747,9 @@ def group_metrics(trajectories, p=None):
     R = [t.reward for t in trajectories]
     by_mark = {mark: [t.reward for t in trajectories if t.reward_token == mark] for mark in (HIGH, LOW)}
     groups = [t.group for t in trajectories]
-    sigmas = [torch.tensor([R[row] for row in rows], dtype=torch.float64).std(correction=0).item()
-              for rows in rows_by_group(groups).values()]
+    by_group = [[R[row] for row in rows] for rows in rows_by_group(groups).values()]
+    sigmas = [torch.tensor(rewards, dtype=torch.float64).std(correction=0).item() if len(set(rewards)) > 1 else 0.0
+              for rewards in by_group]
     mean = lambda values: sum(values) / len(values) if values else None
 
     mu_high, mu_low, m, G = mean(by_mark[HIGH]), mean(by_mark[LOW]), mean(R), len(R) / len(sigmas)
@@ -849,7 +851,10 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were."""
+    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear.
+
+    A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were.
+    """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -913,9 +918,9 @@ def _seconds(run, repeats=3):
 def benchmark():
     a = torch.randn(2048, 2048)
     speed = 2 * 2048**3 / _seconds(lambda: a @ a)
-    print(f"CPU with {torch.get_num_threads()} threads, matrix products at {speed / 1e9:.0f} GFLOP/s. Forward + backward of one "
-          "group, Qwen2 of 6 layers x 256.\nprefix  G  tokens    packed      rows  speed-up  actions/s  of matmul speed    "
-          "MiB packed  MiB one batch")
+    print(f"CPU with {torch.get_num_threads()} threads, matrix products at {speed / 1e9:.0f} GFLOP/s. Forward + backward of "
+          "one group, Qwen2 of 6 layers x 256.\nprefix  G  tokens    packed      rows  speed-up  actions/s  of matmul speed"
+          "    MiB packed  MiB one batch")
     for shape in [(1024, 4, 64), (1024, 16, 64), (1024, 8, 128), (3600, 5, 400)]:
         prefix, G, length = shape
         run, n_weights = _scoring("packed", *shape)
@@ -925,8 +930,8 @@ def benchmark():
         flops = 6 * n_weights * (prefix + G * length) + 12 * 6 * 256 * pairs
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
             memory = [fresh.apply(_peak_memory, (mode, *shape)) for mode in ("packed", "batch")]
-        print(f"{prefix:6} {G:2} {length:7}  {packed:6.2f} s  {rows:6.2f} s  {rows / packed:7.1f}x  {G * length / packed:9.0f}  "
-              f"{flops / packed / speed:15.0%}  {memory[0]:12.0f}  {memory[1]:13.0f}", flush=True)
+        print(f"{prefix:6} {G:2} {length:7}  {packed:6.2f} s  {rows:6.2f} s  {rows / packed:7.1f}x  "
+              f"{G * length / packed:9.0f}  {flops / packed / speed:15.0%}  {memory[0]:12.0f}  {memory[1]:13.0f}", flush=True)
 
 
 if __name__ == "__main__":

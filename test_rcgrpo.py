@@ -865,6 +865,7 @@ def test_metrics_by_hand():
     assert metrics["sigma2_ceiling"] == pytest.approx(3 / 4 * 0.75 * 0.25)
     assert metrics["tokens"] == 16 and metrics["truncated"] == 0
     assert metrics["advantage_std"] == pytest.approx(0.5**0.5, abs=1e-4)
+    assert group_metrics(scored(0.1, 0.1, 0.1))["zero_std"] == 1  # no rounding error counts as variance
     plain = group_metrics(scored(1, 0))
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None and plain["sigma2_floor"] == 0
     json.dumps([metrics, plain], allow_nan=False)

@@ -1,4 +1,4 @@
-"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in about a minute and a half on a laptop.
+"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in about 90 seconds on a laptop.
 
     python toy_env.py                  one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
     python toy_env.py --seeds 3        three seeds, mean and spread
@@ -9,9 +9,9 @@ tool call a turn and reads the answer: `find cup` -> `kitchen small`, `carry cup
 Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be looked up.
 
 In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the test one is
-large in half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other: groups
-of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. RCTP also sees failures, one kind of which takes the cart for
-everything: wrong there, right for what is large. Everything is trained by rcgrpo.py.
+large in half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other:
+groups of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. RCTP also sees failures, one kind of which
+takes the cart for everything: wrong there, right for what is large. Everything is trained by rcgrpo.py.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def make_task(rng, n_steps, large=False):
     if large:
         kinds[rng.integers(n_steps)] = "bring"
     items, rooms = rng.permutation(ITEMS).tolist(), rng.permutation(ROOMS).tolist()  # no item or room twice in a task
-    arguments = {"bring": lambda i, r: (i, r), "fix": lambda i, r: (i,), "open": lambda i, r: (r,), "light": lambda i, r: (r,)}
-    steps = [(kind, *arguments[kind](item, room)) for kind, item, room in zip(kinds, items, rooms)]
+    arguments = lambda kind, item, room: (item, room) if kind == "bring" else (item,) if kind == "fix" else (room,)
+    steps = [(kind, *arguments(kind, item, room)) for kind, item, room in zip(kinds, items, rooms)]
     brought = [step[1] for step in steps if step[0] == "bring"]
     return {
         "where": {item: str(rng.choice(rooms[n_steps:])) for item in ITEMS},  # nothing is already where it shall go
@@ -118,7 +118,7 @@ def expert(house):
 
 
 def blunderer(house, rng):
-    """An expert with one bad habit: it takes one tool for another, or every other call has a wrong argument, or it stops."""
+    """An expert with one bad habit: takes one tool for another, gets every other argument wrong, or stops too early."""
     habit = rng.choice(list(HABITS))
     for call in expert(house):
         tool, *arguments = call.split()
@@ -133,7 +133,7 @@ def blunderer(house, rng):
 
 
 def demonstrate(tasks, tokenizer, rng, failures):
-    """Expert trajectories of all tasks, marked high, and as many failures, marked low; without `failures`, unmarked experts.
+    """Expert trajectories of all tasks, marked high, and as many failures, marked low; or only experts, unmarked.
 
     Both are played for real by rcgrpo.rollout. A failure is kept only if its reward is 0.
     """
@@ -339,14 +339,15 @@ def report(runs, arms):
         for arm in ARMS:
             print(f"  {arm:12} |{sparkline(curve(runs, arm, key).mean(0), top)}|")
     sft, rctp, rc = arms["sft+grpo"], arms["rctp+grpo"], arms["rctp+rc-grpo"]
-    print(f"""
-After SFT, {np.mean(sft['zero_std_first']):.0%} of GRPO's groups had sigma_g = 0, and success went from {cell(sft['success_before'])} to {cell(sft['success_after'])}: \
-see `group_advantages`, where such a group's advantages are all 0.
-After RCTP, with a mark drawn for every rollout, {np.mean(rc['zero_std_first']):.0%} had, and success went from {cell(rc['success_before'])} to \
-{cell(rc['success_after'])} (with the high mark always: {np.mean(rctp['zero_std_first']):.0%}, and to {cell(rctp['success_after'])}): \
-see `sample_reward_tokens` and `collect_groups`, where the marks are drawn.
-The reward does not look at the mark, so the low mode is trained to succeed as well: mu_high - mu_low went from \
-{cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, and the floor of Prop. 4.3 with it: see `group_metrics`.""")
+    share = lambda arm: f"{np.mean(arm['zero_std_first']):.0%}"
+    print(f"\nAfter SFT, {share(sft)} of GRPO's groups had sigma_g = 0, and success went from {cell(sft['success_before'])} to "
+          f"{cell(sft['success_after'])}: see `group_advantages`, where such a group's advantages are all 0.\n"
+          f"After RCTP, with a mark drawn for every rollout, {share(rc)} had, and success went from {cell(rc['success_before'])} "
+          f"to {cell(rc['success_after'])} (with the high mark always: {share(rctp)}, and to {cell(rctp['success_after'])}): see "
+          "`sample_reward_tokens` and `collect_groups`, where the marks are drawn.\n"
+          "The reward does not look at the mark, so the low mode is trained to succeed as well: mu_high - mu_low went from "
+          f"{cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, and the floor of Prop. 4.3 "
+          "with it: see `group_metrics`.")
 
 
 def parse_arguments():
