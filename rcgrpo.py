@@ -610,12 +610,13 @@ def _use_group_attention(model):
 # ======================================================================================================================
 
 
-def rctp_loss(logp, mask, n_tokens=None):
+def rctp_loss(logp, mask=None, n_tokens=None):
     """Mean negative log-likelihood of the action tokens; observations, prompts and padding have no term.
 
-    logp, mask (N, T).  n_tokens: action tokens of the whole batch when this is a part of it (default: of this part).
-    Raises ValueError when there is nothing to train on.
+    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part of it
+    (default: of this part). Raises ValueError when there is nothing to train on.
     """
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
     if n_tokens == 0:
         raise ValueError("no action token in the batch: drop trajectories whose prompt fills the whole context")
@@ -681,17 +682,18 @@ def group_advantages(rewards, groups, eps=1e-6):
 # ======================================================================================================================
 
 
-def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask, clip=0.2, beta=0.1, ratio="token",
+def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
                         n_tokens=None, n_trajectories=None):
     """The RC-GRPO loss and what it saw.
 
-    logp, old_logp, ref_logp, mask (N, T); advantages (N,). ref_logp may be None when beta = 0.
+    logp, old_logp, ref_logp, mask (N, T), all True if not given; advantages (N,). ref_logp may be None when beta = 0.
     ratio: "token": one rho per token, mean over tokens; "trajectory": rho_j = prod_t, mean over trajectories (eq. 7).
     n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
     Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
     """
     if ratio not in ("token", "trajectory"):
         raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     n_tokens = max(1, int(mask.sum()) if n_tokens is None else n_tokens)
     n_trajectories = len(logp) if n_trajectories is None else n_trajectories
     A = advantages.to(logp.device)[:, None]  # (N, 1)

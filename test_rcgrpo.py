@@ -161,6 +161,11 @@ def test_only_the_reward_rows_change_and_ties_stay_ties(tied, spare_rows, tmp_pa
             others = [row for row in range(len(old)) if row not in ids]
             assert torch.equal(old[others], new[others])
             assert new[ids].isfinite().all() and new[ids].norm(dim=1).min() > 0
+        with torch.no_grad():
+            model.get_input_embeddings().weight[ids] += 1  # "training"
+        kept = model.get_input_embeddings().weight.detach().clone()
+        assert list(add_reward_tokens(tokenizer, model)) == ids  # also after a reload: the rows are trained, leave them
+        assert torch.equal(kept, model.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -807,9 +812,8 @@ def test_loss_and_gradient_against_brute_force(ratio, seed):
 
 
 def test_clipping_by_hand():  # [L7]
-    one = torch.ones(1, 1, dtype=torch.bool)
     for rho, A, expected in ((1.1, 1, 1.1), (0.9, 1, 0.9), (1.5, 1, 1.2), (1.5, -1, -1.5), (0.5, -1, -0.8), (0.5, 1, 0.5)):
-        loss, _ = clipped_policy_loss(torch.tensor([[math.log(rho)]]), torch.zeros(1, 1), None, torch.tensor([float(A)]), one, beta=0)
+        loss, _ = clipped_policy_loss(torch.tensor([[math.log(rho)]]), torch.zeros(1, 1), None, torch.tensor([float(A)]), beta=0)
         assert -loss.item() == pytest.approx(expected, abs=1e-6)
 
 

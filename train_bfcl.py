@@ -4,7 +4,7 @@
     python train_bfcl.py --init sft --rl grpo              any other arm: --init {rctp,sft,none} --rl {rc-grpo,grpo,none}
     torchrun --nproc-per-node 8 train_bfcl.py              on eight GPUs
     python train_bfcl.py --plan                            what it would do and need, without touching a device
-    python train_bfcl.py --smoke                           every stage of every arm, tiny, on a CPU
+    python train_bfcl.py --smoke                           every stage of every arm, tiny; needs no GPU
 
 Read rcgrpo.py first: the method is there. Here are the benchmark (sections 1-7), what serves many GPUs and long runs
 (8-10, a reader may skip them), and the pipeline: data, stage 1, stage 2, evaluation (11-15).
@@ -1215,7 +1215,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
     add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
     add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
-    add("--smoke", False, "every stage and arm on a tiny random model, on the CPU", action="store_true")
+    add("--smoke", False, "every stage of every arm on a tiny random model; needs no GPU", action="store_true")
     add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
     add("--seed", 0, "seed of everything random")
     add("--stage1-lr", 1e-5, "learning rate of stage 1")
