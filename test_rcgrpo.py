@@ -1497,9 +1497,8 @@ def test_800_combined_replays_take_less_than_twice_the_official_time():
             assert env.reward() == 1
             env.close()
         print(time.perf_counter() - start)"""
-    times = [(float(run_python(ours)), float(run_python(official))) for _ in range(2)]
-    ratio = min(a for a, _ in times) / min(b for _, b in times)
-    print(f"environment / official executor and checker: {ratio:.2f}, seconds {times}")
+    ratio = float(run_python(ours)) / float(run_python(official))
+    print(f"environment / official executor and checker: {ratio:.2f}")
     assert ratio < 2
 
 
