@@ -917,13 +917,14 @@ def _seconds(run, repeats=3):
     return min(times)
 
 
-def benchmark():
+def benchmark(shapes=((1024, 4, 64), (1024, 16, 64), (1024, 8, 128), (3600, 5, 400))):
+    """Print time and memory of one group, for each (tokens of the shared prompt, G, tokens of each action)."""
     a = torch.randn(2048, 2048)
     speed = 2 * 2048**3 / _seconds(lambda: a @ a)
     print(f"CPU with {torch.get_num_threads()} threads, matrix products at {speed / 1e9:.0f} GFLOP/s. Forward + backward of "
           "one group, Qwen2 of 6 layers x 256.\nprefix  G  tokens    packed      rows  speed-up  actions/s  of matmul speed"
           "    MiB packed  MiB one batch")
-    for shape in [(1024, 4, 64), (1024, 16, 64), (1024, 8, 128), (3600, 5, 400)]:
+    for shape in shapes:
         prefix, G, length = shape
         run, n_weights = _scoring("packed", *shape)
         packed, rows = _seconds(run), _seconds(_scoring("rows", *shape)[0])
