@@ -2424,6 +2424,7 @@ draws = rcgrpo.sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, bfcl.seeded(processes, 0
 draws = processes.gather([draws])
 if processes.rank == 0:
     torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, sys.argv[2])
+processes.leave()
 """
 
 

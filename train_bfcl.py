@@ -663,6 +663,16 @@ class Processes:
     def mine(self, items: list) -> list:
         return items[self.rank::self.size]
 
+    def leave(self):
+        """End one of several processes when all have finished. Python's own teardown is left out: now and then gloo's
+        threads abort it ("terminate called without an active exception"), and torchrun reports a failure."""
+        self.gather([])
+        if self.size > 1:
+            WORKER.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
     def shard(self, model):
         """FSDP2: every process holds 1/N of the fp32 weights, gradients and AdamW moments; the layers compute in bf16 on
         a GPU. Gradients are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
@@ -1375,6 +1385,8 @@ def pipeline(args, processes: Processes):
             raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
         model = load(str(start if args.rl == "none" else final))
         evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
+    if run.board:
+        run.board.close()
 
 
 def memory_there(processes: Processes) -> int:
@@ -1389,9 +1401,9 @@ SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m[
                   "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
 
 
-def smoke(out: Path):
+def smoke(out: Path, processes: Processes):
     """Every stage of every arm, with real tasks, observations and rewards; only the model is tiny and knows nothing."""
-    processes, base = Processes(), out / "base"
+    base = out / "base"
     write_folder(base, lambda part: make_tiny_model(part) if processes.rank == 0 else None, processes)
     for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
         folder = out / f"{init}+{rl}"
@@ -1423,15 +1435,17 @@ def make_tiny_model(folder: Path):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    if args.smoke:
-        return smoke(Path(args.out) if args.out != "runs/bfcl" else Path("runs/smoke"))
     if args.plan:
         args.tokenizer = load_tokenizer(args.stage1 or args.model)
         train, test = choose_tasks(args)
         return plan(args, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
     processes = Processes()
     try:
-        pipeline(args, processes)
+        if args.smoke:
+            smoke(Path(args.out) if args.out != "runs/bfcl" else Path("runs/smoke"), processes)
+        else:
+            pipeline(args, processes)
+        processes.leave()
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; what {args.out} holds is whole. The same command with --resume goes on.") from None
 
