@@ -2287,8 +2287,7 @@ def random_prompts(*lengths, vocabulary=50, prefix=()):
     return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
 
 
-@pytest.mark.parametrize("T", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, dtype", [(1.0, torch.float32), (0.7, torch.float32), (1.3, torch.bfloat16)])
 def test_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     model = tiny_model(8, initializer_range=0.6).to(dtype)
     model.generation_config = GenerationConfig(
@@ -2430,7 +2429,7 @@ processes.leave()
 
 def torchrun(tmp_path, n, *argv, script=TWO_PROCESSES, timeout=150):
     (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else [sys.executable]
     return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True, timeout=timeout,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
