@@ -1,67 +1,1412 @@
 """RC-GRPO in one file: Reward-Conditioned Group Relative Policy Optimization (arXiv 2602.03025).
 
 An agent fine-tuned on expert demonstrations becomes so sure of itself that all G rollouts of a task earn the same
-reward. Then sigma_g, the standard deviation of the rewards in the group, is 0, every advantage is 0, and GRPO has
-nothing to learn from. RC-GRPO keeps the group diverse in two stages:
+reward. Then sigma_g, the standard deviation of the rewards in the group, is 0, every advantage is 0, and GRPO
+learns nothing. RC-GRPO puts a reward token into the prompt and lets it vary within the group:
 
-  stage 1, RCTP     fine-tune on good AND bad trajectories, each marked in its prompt with <|high_reward|> or
-                    <|low_reward|>; the model learns to behave well or badly on request                      (eqs. 1-2)
-  stage 2, RC-GRPO  every rollout of a group draws its own mark; the marks put variance back into the group, so the
-                    group-normalised advantages mean something again; one clipped policy-gradient step with a KL to
-                    the stage-1 model, then the next batch of tasks                                          (eqs. 3-9)
+  stage 1, RCTP     minimise -sum_t log pi(a_t | h_t, r) over good trajectories (r = high) and bad ones (r = low)
+  freeze            pi_ref <- pi
+  stage 2, RC-GRPO  repeat: for each task draw r_1..r_G, roll out a_t,j ~ pi(. | h_t,j, r_j), earn R_1..R_G,
+                    A_j <- (R_j - mu_g) / (sigma_g + eps), one clipped policy-gradient step with a KL to pi_ref
 
-Afterwards the model is used under <|high_reward|>. The reward itself never looks at the mark.
+Afterwards the model is used under <|high_reward|>. The reward itself never looks at the token.
 
-Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r_j the reward token that rollout j
-acts under (its "mark", the "goal" of a rollout), D the data of stage 1, R the reward, A the advantage, mu_g and sigma_g
-the mean and std of R in a group, pi_ref the frozen stage-1 model, p = P(high), N trajectories, T tokens.
+Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R the
+reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the data of stage 1.
+In shapes: N trajectories, T action tokens (at most), L tokens of a pass, M action tokens of a pass, V vocabulary.
 
 Where this file departs from the paper, or fills in what it leaves open:
-  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; `ratio="trajectory"` is eq. 7 as
-     printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
-  2. KL is the k3 estimator per token, averaged over tokens, under either ratio. The paper does not name one.
-  3. Marks are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones in every group.
+  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; `ratio="trajectory"` is eq. 7
+     as printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
+  2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
+  3. Reward tokens are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones in each group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
-  5. All rollouts of a group are scored in one forward pass that computes their shared prompt once. The result is exact.
-  6. Sums are divided by the counts of the whole batch, so micro-batches do not change the gradient; eq. 2 becomes a mean
-     over tokens.
+  5. Log-probs have no dropout and no router noise; a group's shared prompt is computed once. The result is exact.
+  6. Sums are divided by the counts of the whole batch, so that cutting it into passes does not change the
+     gradient; eq. 2 becomes a mean over tokens.
   7. eps of eq. 6 is 1e-6; a rollout that runs into a length limit has R = 0.
 
-Sections, in the order a program needs them: 1 reward tokens (eq. 1), 2 trajectories, 3 rollouts (eqs. 4-5), 4 log-probs,
-5 RCTP (eq. 2), 6 group sampling (eq. 3), 7 advantages (eq. 6), 8 the clipped policy gradient (eqs. 7-9), 9 what to watch
-(Props. 4.2, 4.3), 10 the two stages. The second half of 2 and of 4 are plumbing: skip them on a first reading.
-Run `python toy_env.py` to see it work on a laptop, `python train_bfcl.py` for the paper's benchmark on GPUs.
+Part I, sections 1-9, is the method, complete, in the order of the paper's equations: who stops where it ends has
+read all of RC-GRPO. Part II, appendices A-E, is what it stands on: log-probs, policies, chat templates, the optimizer
+step, the two new tokens. `python toy_env.py` shows it at work; `python train_bfcl.py` is the paper's benchmark.
 """
 
-import json
+# ruff: noqa: E402 (each appendix carries its own imports)
 import math
-import multiprocessing
-import os
-import re
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AddedToken, AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM,
-)
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-# ======================================================================================================================
-# 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0
-#
-# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn first (eq. 3), then R is earned.
-# ======================================================================================================================
+# ==================================================================================================================
+# Part I: the method
+# ==================================================================================================================
+
+# ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 =========================
+# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn (eq. 3), then R is earned.
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
+
+
+def inject_reward_token(messages, token):
+    """New messages, with "\\n\\n[Reward Goal: <token>]" at the end of the first user message.
+
+    >>> inject_reward_token([{"role": "user", "content": "Hi"}], HIGH)
+    [{'role': 'user', 'content': 'Hi\\n\\n[Reward Goal: <|high_reward|>]'}]
+    """
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        if message["role"] == "user":
+            message["content"] += f"\n\n[Reward Goal: {token}]"
+            return messages
+    raise ValueError("there is no user message to put the reward token into; env.reset() must return one")
+
+
+def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
+    """Eq. 1 for a trajectory from anywhere (logs, rollouts of another model): HIGH if R >= threshold, else LOW.
+
+    messages: how the conversation opened, what env.reset() gave. Returns a new trajectory: the same actions and
+    observations, id by id, behind a prompt that carries the token. Raises ValueError if there is no action.
+    """
+    if 1 not in trajectory.mask:
+        raise ValueError("a trajectory without an action has nothing to label: drop it")
+    token = HIGH if trajectory.reward >= threshold else LOW
+    prompt, start = chat_format(tokenizer).prompt(messages, token), trajectory.mask.index(1)
+    mask = [0] * len(prompt) + trajectory.mask[start:]
+    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=token)
+
+
+# ===== 2. Trajectories, token in / token out ======================================================================
+# A conversation is built by appending ids and nothing else:
+#
+#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n ...
+#   mask   0 0 0 ...                                                             | 1    1   1          | 0  ...
+#          prompt (h_1, r)                                                       | sampled (a_1)       | forced (h_2)
+#
+# The mask is written where the token is sampled, never reconstructed from the text.
+
+
+@dataclass
+class Trajectory:
+    """One rollout. `ids` and `mask` have the same length; mask 1 = sampled by the policy, 0 = forced."""
+
+    ids: list[int]
+    mask: list[int]
+    reward_token: str | None = None  # the r_j it was drawn under; None: no token at all (SFT, plain GRPO)
+    group: object = None  # rollouts of one task share it; None: a group of its own
+    reward: float = 0.0  # R in [0, 1]; 0 where truncated
+    truncated: bool = False  # it ran into a token or turn limit
+
+    @property
+    def action_ids(self):
+        return [token for token, sampled in zip(self.ids, self.mask) if sampled]
+
+
+def rows_by_group(groups):
+    """The rows of each group, in order of appearance. groups: hashable ids, or a tensor or array of them.
+
+    >>> rows_by_group([7, 9, 7, None])
+    {7: [0, 2], 9: [1], ('alone', 3): [3]}
+    """
+    rows = {}
+    for row, group in enumerate(groups):
+        if hasattr(group, "item"):  # a tensor is equal to nothing but itself: no two would share a group
+            group = group.item()
+        rows.setdefault(("alone", row) if group is None else group, []).append(row)
+    return rows
+
+
+# ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ==============================
+# SFT is the same loss on expert trajectories without a reward token.
+
+
+def rctp_loss(logp, mask=None, n_tokens=None):
+    """Mean negative log-likelihood of the action tokens (eq. 2); prompts, observations, padding have no term.
+
+    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part of it
+    (default: of this part). Raises ValueError when there is nothing to train on.
+    """
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
+    if n_tokens == 0:
+        raise ValueError("no action token in the batch: drop trajectories whose prompt fills the whole context")
+    return -(logp * mask).sum() / n_tokens
+
+
+def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
+    """One optimizer step of stage 1 on a batch of labelled trajectories (for SFT: expert ones). Returns metrics.
+
+    tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
+    gather: [x of this process] -> [x of every process]; gradients are to be SUMMED over processes.
+    """
+    check_trainable(optimizer, trajectories)
+    n_tokens, loss_sum = sum(gather([count_actions(trajectories)])), 0.0
+    for rows in passes(model, trajectories, tokens_per_pass, gather):
+        part = [trajectories[row] for row in rows]
+        logp = action_logprobs(model, part)  # (n, T)
+        loss = rctp_loss(logp, action_mask(part, logp.device), n_tokens)
+        loss.backward()
+        loss_sum += loss.item()
+    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
+
+
+# ===== 4. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p ==========================================
+# Why: Prop. 4.3, the floor. E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p): as long as the
+# two tokens make the policy succeed at different rates, groups have variance. (For a 0/1 reward it is exactly
+# (G-1)/G m(1-m), m = p mu_high + (1-p) mu_low: the tokens help by moving m away from 0 and 1.)
+
+
+def sample_reward_tokens(G, p, generator=None, stratified=False):
+    """G reward tokens for one group. i.i.d. as in the paper: at G = 5, p = .5, 6 % of groups have one token only.
+
+    stratified=True: exactly round(pG) high ones in random order. Raises ValueError unless G >= 1 and 0 <= p <= 1.
+
+    >>> sample_reward_tokens(2, p=1.0)
+    ['<|high_reward|>', '<|high_reward|>']
+    """
+    if G < 1 or not 0 <= p <= 1:
+        raise ValueError(f"need G >= 1 and 0 <= p <= 1, got G = {G}, p = {p}")
+    if stratified:
+        high = torch.randperm(G, generator=generator) < math.floor(p * G + 0.5)
+    else:
+        high = torch.rand(G, generator=generator) < p
+    return [HIGH if is_high else LOW for is_high in high.tolist()]
+
+
+# ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ==========================
+# An env is any object with  reset() -> messages,  step(text) -> messages or None when over,  reward() -> R in [0, 1],
+# and close() if it likes.  A policy is any callable  list of prompt ids -> list of sampled ids.  A model, a scripted
+# expert and a fake in a test therefore run through the same function, and demonstrations have exactly the layout of
+# rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
+
+
+def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None, **limits):
+    """Roll out G conversations per task, each under its own reward token (eqs. 3-4).
+
+    make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no token", as in plain GRPO.
+    limits: passed on to `rollout`.  Returns len(tasks) * G trajectories whose `group` is the index in `tasks`.
+    """
+    reward_tokens, groups = [], []
+    for index in range(len(tasks)):
+        reward_tokens += [None] * G if p is None else sample_reward_tokens(G, p, generator, stratified)
+        groups += [index] * G
+    envs = (make_env(task) for task in tasks for _ in range(G))
+    return rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
+
+
+def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, max_tokens=32768, threads=1,
+            progress=None):
+    """Play every env to its end, all of them turn by turn together.
+
+    envs: N envs.  reward_tokens: N, None for no token.  groups: N group ids (default: None each).
+    max_turns: assistant turns per rollout.  max_tokens: longest trajectory (or the model's context, if shorter).
+    threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
+    progress: called once a turn with the number of conversations still open.
+    Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0; a cut
+    action is not executed. An env or a policy that fails or breaks its contract is an error; envs are closed.
+    """
+    with ExitStack() as closing:
+        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, closing, max_turns=max_turns,
+                                                      max_tokens=max_tokens, threads=threads)
+        chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
+
+        def begin(row):
+            prompt = chat.prompt(ask(envs[row], row, 0, "reset"), reward_tokens[row])
+            t = Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row])
+            return replace(t, truncated=len(prompt) >= max_tokens)  # a prompt that leaves no room to say anything
+
+        def play(row, action):
+            goes_on = play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
+            trajectories[row].truncated |= goes_on and turn == max_turns  # still talking at the turn limit
+            return goes_on
+
+        def finish(row):
+            if not trajectories[row].truncated:
+                trajectories[row].reward = ask(envs[row], row, turn, "reward")
+
+        rows, turn = range(len(envs)), 0
+        trajectories = list(each(begin, rows))
+        playing = [row for row in rows if not trajectories[row].truncated]
+        while playing and turn < max_turns:
+            turn += 1
+            if progress:
+                progress(len(playing))
+            actions = checked_actions(policy([trajectories[row].ids for row in playing]), len(playing))
+            goes_on = list(each(play, playing, actions))
+            playing = [row for row, more in zip(playing, goes_on) if more]
+        list(each(finish, rows))
+        if progress:
+            progress(0)
+    check_script(policy, trajectories)
+    return trajectories
+
+
+def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
+    """Append one action and the env's answer. True while the conversation goes on."""
+    action = action[: max_tokens - len(trajectory.ids)]
+    trajectory.ids = trajectory.ids + action
+    trajectory.mask = trajectory.mask + [1] * len(action)
+    if action[-1] not in chat.stop_ids:  # cut off: what it would have said, nobody knows
+        trajectory.truncated = True
+        return False
+    answer = ask(env, row, turn, "step", chat.text(action))
+    if answer is None:
+        return False
+    suffix = chat.suffix(answer)
+    if action[-1] != chat.end_of_turn:  # another stop token: the template's own follows, forced
+        suffix = [chat.end_of_turn, *suffix]
+    if len(trajectory.ids) + len(suffix) >= max_tokens:  # the answer leaves no room to go on
+        trajectory.truncated = True
+        return False
+    trajectory.ids = trajectory.ids + suffix
+    trajectory.mask = trajectory.mask + [0] * len(suffix)
+    return True
+
+
+# ===== 6. Advantages (eq. 6):   A_j = (R_j - mu_g) / (sigma_g + eps),   sigma_g^2 = 1/G sum_j (R_j - mu_g)^2 ======
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of T steps (pi* the expert), then all G rollouts
+# are identical, and so sigma_g and the gradient are 0, with probability >= 1 - G T eps_sft.
+
+
+def group_advantages(rewards, groups, eps=1e-6):
+    """Group-normalised advantages (eq. 6), (N,) float32.
+
+    rewards: N numbers in [0, 1].  groups: N ids in any order, as in `rows_by_group`; sizes may differ. The reward
+    token is no part of the id: a task's high and low rollouts are compared with each other, which is the point of
+    the method. A group whose rewards are all equal, one of size 1 included, has advantage exactly 0.
+
+    >>> group_advantages([1, 0, 1, 1], ["a", "a", "b", "b"])
+    tensor([ 1.0000, -1.0000,  0.0000,  0.0000])
+    """
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    if len(rewards) != len(groups):
+        raise ValueError(f"need one group id per reward: {len(rewards)} rewards, {len(groups)} ids")
+    if not ((rewards >= 0) & (rewards <= 1)).all():
+        raise ValueError(f"rewards must be finite and in [0, 1], got {rewards.tolist()}")
+    advantages = torch.zeros_like(rewards)
+    for rows in rows_by_group(groups).values():
+        R = rewards[rows]
+        if R.max() > R.min():
+            mu, sigma = R.mean(), R.std(correction=0)  # population std: 1/G, not 1/(G-1)
+            advantages[rows] = (R - mu) / (sigma + eps)
+    return advantages.float()
+
+
+# ===== 7. Clipped policy gradient with KL (eqs. 7-9) ==============================================================
+#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                           (eq. 7)
+#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                  c = 0.2, the paper's eps        (eq. 8)
+#         + beta mean[ KL(pi_theta || pi_ref) ]                                                           (eq. 9)
+#
+# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1 and
+# nothing clips (with one update a batch, as in the paper, nothing ever does). L is then about 0, as advantages sum
+# to 0 in a group (per token a rest stays: long rollouts weigh more); its gradient, -mean[A grad log pi], is not.
+
+
+def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
+                        n_tokens=None, n_trajectories=None):
+    """The RC-GRPO loss (eqs. 7-9) and what it saw.
+
+    logp, old_logp, ref_logp, mask (N, T), all True if not given; advantages (N,). ref_logp may be None if beta = 0.
+    ratio: "token": one rho a token, mean over tokens; "trajectory": rho_j = prod_t, mean over trajectories (eq. 7).
+    n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
+    Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
+
+    >>> clipped_policy_loss(torch.tensor([[1.5]]).log(), torch.zeros(1, 1), None, torch.ones(1), beta=0)[0]
+    tensor(-1.2000)
+    """
+    if ratio not in ("token", "trajectory"):
+        raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    n_tokens = max(1, int(mask.sum()) if n_tokens is None else n_tokens)
+    A = advantages.to(logp.device)[:, None]  # (N, 1)
+
+    log_rho = _bounded(logp - old_logp) * mask  # (N, T)
+    if ratio == "trajectory":
+        log_rho = _bounded(log_rho.sum(1, keepdim=True))  # (N, 1)
+        weight = 1 / (len(logp) if n_trajectories is None else n_trajectories)
+    else:
+        weight = mask.to(logp.dtype) / n_tokens  # (N, T)
+    rho = log_rho.exp()
+    surrogate = torch.minimum(rho * A, rho.clamp(1 - clip, 1 + clip) * A)
+    loss = -(surrogate * weight).sum()
+
+    kl = torch.zeros((), device=logp.device)
+    if beta:
+        # The value is k3 = e^d - d - 1, never negative, with mean KL(pi_theta || pi_ref). The gradient is that of
+        # d^2 / 2, with mean grad KL(pi_theta || pi_ref); k3's own mean gradient is grad KL(pi_ref || pi_theta).
+        d = _bounded(ref_logp - logp)
+        k3, half_square = d.exp() - d - 1, d * d / 2
+        kl = ((half_square + (k3 - half_square).detach()) * mask).sum() / n_tokens
+        loss = loss + beta * kl
+
+    with torch.no_grad():
+        clipped = ((rho > 1 + clip) & (A > 0)) | ((rho < 1 - clip) & (A < 0))
+        metrics = {"loss": loss.item(), "kl": kl.item(), "clip_fraction": (clipped * weight).sum().item()}
+    return loss, metrics
+
+
+def _bounded(log_ratio):
+    """Keep exp() finite: e^20 is far outside any clip range. -inf minus -inf counts as no difference."""
+    return log_ratio.nan_to_num(0.0, posinf=20.0, neginf=-20.0).clamp(-20, 20)
+
+
+# ===== 8. Stage 2, one step =======================================================================================
+
+
+def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
+                generator=None, limits=None, gather=list, mine=list, **update_settings):
+    """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, this process's rollouts).
+
+    limits: keywords of `rollout`, e.g. {"max_turns": 8}.  update_settings: keywords of `rcgrpo_update`; the
+    temperature is the policy's own.  gather: as in `rctp_step`.  mine: a list -> the part that this process works
+    on; groups are dealt by length, so that processes wait little for each other. The metrics, those of sections 7
+    and 9, are of all processes.
+    """
+    update_settings = check_step(ref_model, optimizer, policy, update_settings)
+    started = time.perf_counter()
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **(limits or {}))
+    sampled = time.perf_counter()
+    everyone = []
+    for process, theirs in enumerate(gather([rollouts])):
+        everyone += [replace(t, group=(process, t.group)) for t in theirs]
+    groups = rows_by_group([t.group for t in everyone]).values()
+    longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
+    dealt = [everyone[row] for rows in mine(longest_first) for row in rows]
+    updated = rcgrpo_update(model, ref_model, optimizer, dealt, gather=gather, **update_settings)
+    seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
+    return {**group_metrics(everyone, p), **updated, **seconds}, rollouts
+
+
+def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
+                  updates=1, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
+    """`updates` clipped optimizer steps on one batch of groups (the paper: one). Returns the last step's metrics.
+
+    ref_model: the frozen stage-1 model, None if beta = 0.  trajectories: whole groups, this process's part of the
+    batch.  temperature: the one they were sampled at.  tokens_per_pass, gather: as in `rctp_step`.
+    """
+    check_update(ref_model, optimizer, beta)
+    advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
+    n_tokens, n_trajectories = sum(gather([count_actions(trajectories)])), sum(gather([len(trajectories)]))
+    parts = passes(model, trajectories, tokens_per_pass, gather)
+    old, ref, skipped = {}, {}, 0
+    for update in range(updates):
+        seen = Counter()
+        for number, rows in enumerate(parts):
+            part = [trajectories[row] for row in rows]
+            logp, entropy = action_logprobs(model, part, temperature, entropy=True)  # (n, T)
+            mask = action_mask(part, logp.device)
+            if update == 0:
+                old[number] = logp.detach()  # no update since sampling: pi_old is pi_theta
+                ref[number] = reference_logprobs(ref_model, part, temperature) if beta else None
+            loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta,
+                                                ratio, n_tokens, n_trajectories)
+            loss.backward()
+            seen.update(metrics, entropy=(entropy * mask).sum().item() / max(1, n_tokens))
+        stepped = optimizer_step(model, optimizer, max_grad_norm)
+        skipped += stepped["skipped"]
+    everywhere = {name: sum(gather([value])) for name, value in seen.items()}
+    return {**everywhere, **stepped, "skipped": skipped}
+
+
+# ===== 9. What to watch ===========================================================================================
+# The floor of Prop. 4.3 speaks of the start of stage 2. The reward ignores the token, so training lifts mu_low too,
+# and the floor shrinks. Over a batch of different tasks it holds for the mean gap, and (G-1)/G m(1-m), at the mean
+# m, becomes a ceiling (m(1-m) is concave). Both are about expectations: in one batch of few tasks they are noisy.
+
+
+def group_metrics(trajectories, p=None):
+    """Reward statistics of one batch of groups. None stands for "there was no such rollout".
+
+    reward, reward_high, reward_low  mean R, of all, and by reward token
+    reward_high_minus_low            mu_high - mu_low
+    sigma, zero_std                  mean sigma_g; share of groups with sigma_g = 0
+    sigma2                           mean sigma_g^2, between:
+    sigma2_floor, sigma2_ceiling     kappa (mu_high - mu_low)^2 (p: share of high tokens, or measured); (G-1)/G m(1-m)
+    advantage_std                    spread of A; 1 if every group has variance
+    truncated, tokens                share of rollouts cut off; action tokens sampled
+    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of tokens), entropy (mean, where the
+    policy acted), skipped (gradients that were not finite and thrown away), rollout_seconds, update_seconds.
+    """
+    R, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
+    by_token = {token: [t.reward for t in trajectories if t.reward_token == token] for token in (HIGH, LOW)}
+    sigmas = []
+    for rows in rows_by_group(groups).values():
+        rewards = [R[row] for row in rows]
+        spread = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
+        sigmas.append(spread if len(set(rewards)) > 1 else 0.0)  # no rounding error counts as variance
+
+    def mean(values):
+        return sum(values) / len(values) if values else None
+
+    mu_high, mu_low, m, G = mean(by_token[HIGH]), mean(by_token[LOW]), mean(R), len(R) / len(sigmas)
+    gap = mu_high - mu_low if by_token[HIGH] and by_token[LOW] else None
+    p = len(by_token[HIGH]) / len(R) if p is None else p
+    kappa = (G - 1) / G * p * (1 - p)
+    return {
+        "reward": m, "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
+        "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
+        "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
+        "sigma2_ceiling": (G - 1) / G * m * (1 - m),
+        "advantage_std": group_advantages(R, groups).std(correction=0).item(),
+        "truncated": mean([t.truncated for t in trajectories]), "tokens": count_actions(trajectories),
+    }
+
+
+def count_actions(trajectories):
+    """Action tokens in all trajectories."""
+    return sum(sum(t.mask) for t in trajectories)
+
+
+# ==================================================================================================================
+# Part II: what the method stands on
+# ==================================================================================================================
+
+# ===== A. Log-probs ===============================================================================================
+# Promise: log pi of every action token, exact for every causal language model, without dropout, in bounded memory.
+# The definition is one pass per trajectory. The fast way is one pass over whole groups, laid out in one sequence,
+#
+#   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
+#   positions    0 ... P-1        P P+1 ...        P P+1 ...
+#   attention    causal           prefix + itself  prefix + itself
+#
+# so that a prompt is computed once, not G times, and every token sees what it would have seen alone. It is taken where
+# a trial has shown that model and layout give the numbers of the definition.
+
+import inspect
+import os
+import warnings
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def action_logprobs(model, trajectories, temperature=1.0, entropy=False):
+    """log pi of every token of the actions, given all before it, at the temperature it was sampled with.
+
+    Returns logp (N, T): row j holds the log-probs of trajectory j's n_j action tokens in order, then zeros; T = max n_j.
+    With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each action, without gradient.
+    The model is left in evaluation mode (no dropout, also where the backward pass computes layers again). Raises
+    ValueError for what cannot be scored right: a row that begins with an action, is longer than the model's context, or
+    holds an id that the model does not have.
+    """
+    if not temperature > 0:
+        raise ValueError(f"log-probs need the temperature > 0 that the actions were sampled at, got {temperature}")
+    check_rows(model, [t.ids for t in trajectories])
+    if any(t.mask[0] for t in trajectories):
+        raise ValueError("a trajectory begins with an action: there is nothing to condition its first token on")
+    packed = packs(model, longest(trajectories))
+    score = packed_logprobs if packed else plain_logprobs
+    silence(model)
+    logp, h = score(model, trajectories, partial(read_logits, temperature=temperature, entropy=entropy))  # (M,), (M,)
+    mask = action_mask(trajectories, logp.device)  # (N, T)
+    padded = torch.zeros(mask.shape, device=logp.device)
+    rows = padded.masked_scatter(mask, logp)
+    if not mask.any():
+        rows = rows + 0.0 * logp.sum()  # no action at all: 0, but a sharded backward pass still runs on every process
+    return (rows, padded.masked_scatter(mask, h)) if entropy else rows
+
+
+def action_mask(trajectories, device="cpu"):
+    """(N, T) bool: True where row j of `action_logprobs` holds one of trajectory j's action tokens."""
+    counts = torch.tensor([sum(t.mask) for t in trajectories], dtype=torch.long, device=device)
+    return torch.arange(max(counts.tolist(), default=0), device=device) < counts[:, None]
+
+
+def read_logits(logits, targets, temperature, entropy):
+    """Log-probs and entropies of targets (M,) under softmax(logits / temperature), logits (M, V), in fp32."""
+    logits = logits.float() / temperature
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    if not entropy:
+        return logp, logp
+    with torch.no_grad():
+        return logp, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+
+
+def plain_logprobs(model, trajectories, read):
+    """The definition: one pass per trajectory, with the model's own attention."""
+    parts = []
+    for trajectory in trajectories or [Trajectory([0], [0])]:  # an empty pass is a pass
+        ids = torch.tensor([trajectory.ids], device=model.device)
+        before = [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled] or [0]
+        before = torch.tensor(before, device=model.device)  # the places that predict an action token
+        if accepts(model, "logits_to_keep"):
+            logits = model(ids, use_cache=False, logits_to_keep=before).logits[0]
+        else:
+            logits = model(ids, use_cache=False).logits[0, before]
+        targets = torch.tensor(trajectory.action_ids or [0], device=logits.device)
+        parts.append(read(logits, targets))
+    logps, entropies = zip(*parts)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def packed_logprobs(model, trajectories, read, rows_per_chunk=1024):
+    """The same for groups in one pass. Logits exist for one chunk of actions at a time, also in the backward pass."""
+    ids, positions, layout, readout, targets = pack(trajectories or [Trajectory([0], [0])])
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: hidden
+    try:
+        hidden = model(
+            torch.tensor([ids], device=model.device),
+            position_ids=torch.tensor([positions], device=model.device),
+            attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # any 4-d mask: the library builds none
+            layout=layout,
+            use_cache=False,
+            logits_to_keep=torch.tensor(readout or [0], device=model.device),
+        ).logits[0]  # (M, width)
+    finally:
+        del head.forward
+    targets = torch.tensor(targets or [0], device=hidden.device)
+
+    def read_chunk(hidden, targets):
+        return read(head(hidden), targets)
+
+    logps, entropies = [], []
+    for chunk in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk)):
+        logp, entropy = checkpoint(read_chunk, *chunk, use_reentrant=False)
+        logps.append(logp)
+        entropies.append(entropy)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def accepts(model, keyword):
+    """Whether the model's forward takes this keyword."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own takes anything
+    return keyword in inspect.signature(inner.forward).parameters
+
+
+def pack(trajectories):
+    """Lay trajectories out as drawn above.
+
+    Returns ids and positions (L,); layout: per group [prefix length, continuation lengths ...]; readout (M,): the place
+    in the sequence that predicts each action token; targets (M,): that token. M runs over trajectories in their order.
+    """
+    ids, positions, layout, readout = [], [], [], {}
+    for rows in rows_by_group([t.group for t in trajectories]).values():
+        base = len(ids)
+        prefix = shared_prefix([trajectories[row] for row in rows])
+        ids += trajectories[rows[0]].ids[:prefix]
+        positions += range(prefix)
+        layout.append([prefix])
+        for row in rows:
+            trajectory, start = trajectories[row], len(ids)
+            ids += trajectory.ids[prefix:]
+            positions += range(prefix, len(trajectory.ids))
+            layout[-1].append(len(trajectory.ids) - prefix)
+            readout[row] = [base + place - 1 if place <= prefix else start + place - 1 - prefix
+                            for place, sampled in enumerate(trajectory.mask) if sampled]
+    in_order = range(len(trajectories))
+    readout = [place for row in in_order for place in readout[row]]
+    targets = [token for row in in_order for token in trajectories[row].action_ids]
+    return ids, positions, layout, readout, targets
+
+
+def shared_prefix(trajectories):
+    """Tokens that all begin with. (The reward tokens differ, so it usually ends just before r_j.)"""
+    return len(os.path.commonprefix([t.ids for t in trajectories]))
+
+
+def group_attention(module, query, key, value, layout, scaling=None, softcap=None, s_aux=None, **kwargs):
+    """Attention over the layout of `pack`. query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D)
+
+    Sliding windows are left out: `packs` sees to it that no row is longer than the window.
+    """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("its attention has soft-caps or sinks")
+    group_attention.calls += 1
+    repeats = query.shape[1] // key.shape[1]
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings are fp32, values bf16
+    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    out, start = [], 0
+    for prefix, *lengths in layout:
+        q, k, v = (x[:, :, start : start + prefix + sum(lengths)] for x in (query, key, value))
+        if prefix:
+            seen = k[:, :, :prefix], v[:, :, :prefix]
+            out.append(F.scaled_dot_product_attention(q[:, :, :prefix], *seen, is_causal=True, scale=scaling))
+        begin = prefix
+        for n in lengths:
+            if n:  # a continuation attends to the prefix and, causally, to itself; flash attention needs no mask
+                own_k, own_v = k[:, :, begin : begin + n], v[:, :, begin : begin + n]
+                seen = torch.cat([k[:, :, :prefix], own_k], 2), torch.cat([v[:, :, :prefix], own_v], 2)
+                own_q, causal = q[:, :, begin : begin + n], causal_lower_right(n, prefix + n)
+                out.append(F.scaled_dot_product_attention(own_q, *seen, attn_mask=causal, scale=scaling))
+            begin += n
+        start += begin
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+group_attention.calls = 0
+
+
+def with_layout(attention):
+    """One of the library's attention functions, which hands over to `group_attention` where a layout is given."""
+
+    def attend(module, query, key, value, attention_mask, layout=None, **kwargs):
+        if layout is None:
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        return group_attention(module, query, key, value, layout, **kwargs)
+
+    return attend
+
+
+for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):
+    AttentionInterface.register(_name, with_layout(AttentionInterface()[_name]))
+
+
+# ----- which models may be packed, what rows they take, and in what passes
+
+_TRIALS = WeakKeyDictionary()  # model -> {trial: reason why not, or None}
+
+
+def packs(model, longest_row):
+    """Whether groups of rows of at most this length may be packed; the first time it takes a trial on made-up rows."""
+    reason = tried(model, "packed", trial_of_packing)
+    return reason is None and longest_row <= attention_window(model.config)
+
+
+def tried(model, name, trial):
+    """The reason that `trial(model)` gave, once for each model and attention, and told once."""
+    trials = _TRIALS.setdefault(model, {})
+    key = name, model.config._attn_implementation
+    if key not in trials:
+        trials[key] = trial(model)
+        if trials[key]:
+            warnings.warn(f"{type(model).__name__}: no {name} passes, rows are computed one by one (right, but slower): "
+                          f"{trials[key]}", stacklevel=3)
+    return trials[key]
+
+
+@torch.no_grad()
+def trial_of_packing(model):
+    """Compare packed log-probs with plain ones on two made-up groups. The reason why they cannot be used, or None."""
+    ids = made_up_ids(model)
+    rows = [Trajectory(ids[:6] + ids[n : n + k], [0] * 5 + [1] * (k + 1), group=n % 2)
+            for n, k in ((7, 5), (2, 3), (5, 8), (9, 1))]
+    read = partial(read_logits, temperature=1.0, entropy=False)
+    silence(model)
+    plain, _ = plain_logprobs(model, rows, read)
+    group_attention.calls = 0
+    try:
+        packed, _ = packed_logprobs(model, rows, read, rows_per_chunk=5)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    layers = model.config.get_text_config().num_hidden_layers
+    if group_attention.calls != layers:
+        return f"{group_attention.calls} of its {layers} layers attend through {model.config._attn_implementation!r}"
+    return differ(packed, plain, model)
+
+
+def made_up_ids(model):
+    return [token % model.get_input_embeddings().weight.shape[0] for token in range(3, 80, 5)]  # 16 ids
+
+
+def differ(ours, plain, model):
+    """None if two computations of the same log-probs agree within the precision of the model, else what they differ by."""
+    low_precision = torch.is_autocast_enabled(ours.device.type) or compute_dtype(model) != torch.float32
+    by = (ours - plain).abs().max().item()
+    return None if by < (0.3 if low_precision else 1e-3) else f"its log-probs would differ by {by:.2g}"
+
+
+def compute_dtype(model):
+    """fp32 master weights of a sharded model compute in bf16: look at what comes out of its embedding."""
+    return model.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=model.device)).dtype
+
+
+def attention_window(config):
+    """The shortest sliding window or chunk of any layer, in tokens; infinite where there is none."""
+    config = config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    return min([size for size in sizes if isinstance(size, int) and size > 0], default=math.inf)
+
+
+def context_length(config):
+    """Tokens that a row may have: the positions that the model has, fewer where its rope changes with the length.
+
+    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes a limit:
+    beyond it what was sampled token by token cannot be scored in one pass.
+    """
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            positions = min(positions, parameters.get("original_max_position_embeddings") or positions)
+    return positions
+
+
+def check_rows(model, rows):
+    """ValueError for a list of rows of ids that the model cannot read: too long, or ids without an embedding."""
+    longest_row, limit = max(map(len, rows), default=0), context_length(model.config)
+    if longest_row > limit:
+        raise ValueError(f"a row of {longest_row} tokens, and this model reads {limit} (max_position_embeddings, or where "
+                         "its rope changes with the length): lower max_tokens")
+    largest, known = max((max(ids) for ids in rows if ids), default=0), model.get_input_embeddings().weight.shape[0]
+    if largest >= known:
+        raise ValueError(f"token id {largest}, and this model has {known} embeddings: tokens were added to the tokenizer "
+                         "alone, call add_reward_tokens(tokenizer, model)")
+
+
+def longest(trajectories):
+    """Tokens of the longest trajectory, 0 if there is none."""
+    return max((len(t.ids) for t in trajectories), default=0)
+
+
+def passes(model, trajectories, tokens_per_pass, gather=list):
+    """The rows of each forward pass: as many as have at most `tokens_per_pass` tokens, shared prefixes counted once.
+
+    Long groups come first. A group that does not fit into a pass is split; a longer single row is a pass of its own.
+    All processes make the same number of passes, the last ones empty where there is less to do.
+    """
+    if tokens_per_pass < 1:
+        raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
+    packed = packs(model, max(gather([longest(trajectories)])))  # the same answer on every process
+    groups = []
+    for rows in rows_by_group([t.group for t in trajectories]).values():
+        prefix = shared_prefix([trajectories[row] for row in rows])
+        groups.append((prefix + sum(len(trajectories[row].ids) - prefix for row in rows), prefix, rows))
+    cut, used = [], math.inf
+    for size, prefix, rows in sorted(groups, key=lambda group: -group[0]):
+        begun = False  # whether the pass holds the group's prefix already
+        for row in rows:
+            tokens = len(trajectories[row].ids) - prefix * begun
+            whole = tokens if begun or size > tokens_per_pass else size  # a group that fits is kept together
+            if used + whole > tokens_per_pass or not packed:
+                cut, used, tokens = [*cut, []], 0, len(trajectories[row].ids)
+            cut[-1].append(row)
+            used, begun = used + tokens, True
+    return cut + [[]] * (max(gather([len(cut)])) - len(cut))
+
+
+def silence(model):
+    """Switch dropout and router noise off: evaluation mode. Gradient checkpointing, which the library does in training
+    mode only, stays on: its layers, and nothing in them, are told that they train until they are really run."""
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training = True
+            run = layer._gradient_checkpointing_func
+            if getattr(run, "func", None) is not _checkpoint_silently:
+                layer._gradient_checkpointing_func = partial(_checkpoint_silently, run)
+
+
+def _checkpoint_silently(run_checkpointed, forward, *args):
+    layer = forward.args[0]
+
+    def silent(*args):
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return run_checkpointed(silent, *args)
+
+
+def reference_logprobs(ref_model, trajectories, temperature):
+    """`action_logprobs` of the frozen model, without gradient."""
+    with torch.no_grad():
+        logp = action_logprobs(ref_model, trajectories, temperature)
+    if hasattr(ref_model, "reshard"):  # sharded: without a backward pass nothing else frees its gathered weights
+        ref_model.reshard()
+    return logp
+
+
+# ===== B. Envs and policies =======================================================================================
+# Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed; a model is sampled
+# from exactly softmax(logits / temperature), and what a conversation has said is read once.
+
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import DynamicCache
+
+
+def open_envs(envs, reward_tokens, groups, closing, **limits):
+    """For `rollout`: envs (to be closed with `closing`), reward tokens and groups as lists; a map over rows, threaded."""
+    opened = []
+    for env in envs:
+        opened.append(env)
+        if hasattr(env, "close"):
+            closing.callback(env.close)
+    reward_tokens, groups = list(reward_tokens), [None] * len(opened) if groups is None else list(groups)
+    if not opened or not len(opened) == len(reward_tokens) == len(groups):
+        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(opened)} envs, "
+                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
+    if len({id(env) for env in opened}) < len(opened):
+        raise ValueError("one env object is given for several rollouts: make a fresh env for each")
+    if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
+        raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
+    if limits["threads"] == 1:
+        return opened, reward_tokens, groups, map
+    return opened, reward_tokens, groups, closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
+
+
+def ask(env, row, turn, method, *arguments):
+    """Call a method of an env and check its answer; whatever goes wrong, the error names env, row and turn."""
+    name = f"env {row} ({type(env).__name__}), turn {turn}: env.{method}()"
+    try:
+        answer = getattr(env, method)(*arguments)
+    except Exception as error:
+        raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+    if method == "reward":
+        try:
+            reward = float(answer)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not 0 <= reward <= 1:
+            raise ValueError(f"{name} returned {answer!r}: rewards must be numbers in [0, 1]")
+        return reward
+    if method == "step" and answer is None:
+        return None
+    well_formed = isinstance(answer, list) and answer and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in answer)
+    if not well_formed:
+        raise TypeError(f"{name} must return a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
+    return answer
+
+
+def checked_actions(sampled, expected):
+    sampled = [[int(token) for token in ids] for ids in sampled]
+    if len(sampled) != expected or not all(sampled):
+        raise ValueError(f"the policy must return one non-empty list of ids per prompt: {expected} prompts, "
+                         f"lengths {[len(ids) for ids in sampled]}")
+    return sampled
+
+
+def scripted_policy(texts, tokenizer):
+    """A policy for one conversation that says `texts` in order. A generator may look at its env before each line."""
+    texts, chat = iter(texts), chat_format(tokenizer)
+
+    def policy(prompts):
+        if len(prompts) != 1:
+            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: call rollout with one env")
+        if (text := next(texts, None)) is None:
+            raise ValueError("the script is over but the conversation is not: let its last line end the episode")
+        return [chat.action(text)]
+
+    policy.unsaid = texts
+    return policy
+
+
+def check_script(policy, trajectories):
+    """ValueError if an episode ended, by no limit, before its script did."""
+    unsaid = getattr(policy, "unsaid", iter(()))
+    if not any(t.truncated for t in trajectories) and next(unsaid, None) is not None:
+        raise ValueError("the episode ended before the script did: let the line that ends it be the last")
+
+
+def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
+    """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
+
+    prompts: N lists of ids.  stop_ids: an action ends with the first of these (kept), or after max_new_tokens.
+    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the log-probs of
+    appendix A are those of the distribution sampled here.
+    """
+    return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
+
+
+def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generator=None, cache_tokens=2**17):
+    """A policy that samples the model as `sample` does, and reads only what is new in a conversation.
+
+    generator: of the draws; on the model's device.  cache_tokens: most tokens, padding included, whose keys and values
+    are held at a time; where a call needs more, it samples in parts, and the next turn reads again.
+    Its `temperature` is what `rcgrpo_step` scores at. What it has read is forgotten when the weights change.
+    """
+    return ModelPolicy(model, chat_format(tokenizer).stop_ids, temperature, max_new_tokens, generator, cache_tokens)
+
+
+class ModelPolicy:
+    """What `model_policy` returns. Of each conversation it keeps the ids that it has read, their keys and values."""
+
+    READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
+
+    def __init__(self, model, stop_ids, temperature, max_new_tokens, generator=None, cache_tokens=2**17):
+        if not (0 <= temperature < math.inf and max_new_tokens >= 1 and cache_tokens >= 1):
+            raise ValueError(f"need 0 <= temperature < inf, max_new_tokens and cache_tokens >= 1, got {temperature}, "
+                             f"{max_new_tokens}, {cache_tokens}")
+        self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
+        self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
+        self.max_tokens = context_length(model.config)  # `rollout` ends what is longer
+        self._begin(0)
+
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """N lists of ids -> N lists of sampled ids."""
+        prompts = [list(prompt) for prompt in prompts]
+        if not all(prompts) or max(map(len, prompts)) >= self.max_tokens:
+            raise ValueError(f"prompts must have 1 to {self.max_tokens - 1} tokens, got {sorted(map(len, prompts))}")
+        check_rows(self.model, prompts)
+        alone = tried(self.model, "padded", trial_of_padding) is not None
+        training = self.model.training
+        self.model.eval()  # dropout off; gradient checkpointing would also switch the cache off
+        parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
+        sampled = {}
+        for rows in parts:
+            if len(parts) > 1:
+                self._begin(0)
+            some = [prompts[row] for row in rows]
+            sampled.update(zip(rows, self._sample_alone(some) if alone else self._sample_together(some)))
+        self.model.train(training)
+        return [sampled[row] for row in range(len(prompts))]
+
+    def _parts(self, prompts):
+        """Rows that are sampled together: all, if their keys and values fit."""
+
+        def tokens(rows):
+            return len(rows) * (max(len(prompts[row]) for row in rows) + self.max_new_tokens)
+
+        parts = [list(range(len(prompts)))]
+        if tokens(parts[0]) > self.cache_tokens:
+            parts = [[]]
+            for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):  # all are padded to the last
+                if parts[-1] and tokens([*parts[-1], row]) > self.cache_tokens:
+                    parts.append([])
+                parts[-1].append(row)
+        return parts
+
+    def _sample_together(self, prompts):
+        rows = self._recall(prompts)
+        if rows is None:
+            different = list(dict.fromkeys(map(tuple, prompts)))
+            self._begin(len(different))
+            if len(different) < len(prompts):  # the rollouts of a task under one reward token: read it once
+                self._feed([prompt[:-1] for prompt in different])
+            rows = [different.index(tuple(prompt)) for prompt in prompts]
+        self._select(rows)
+        logits = self._feed([prompt[len(read) :] for prompt, read in zip(prompts, self.read)])  # (N, V)
+        return self._draw(prompts, logits, self._feed)
+
+    def _sample_alone(self, prompts):
+        """One row, for models that padding disturbs: with the cache that the library gives it, or if need be none."""
+        cached = tried(self.model, "cached", trial_of_caching) is None
+        cache, read = DynamicCache(config=self.model.config) if cached else None, []
+
+        def feed(new):
+            read.extend(new[0])
+            return run(self.model, new if cached else [read], cache)
+
+        return self._draw(prompts, feed(prompts), feed)
+
+    def _begin(self, rows):
+        """Forget everything. An empty cache for this many rows."""
+        self.read = [[] for _ in range(rows)]
+        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # (rows, slots): not padding
+        self.cache = DynamicCache()  # without a config all layers keep all slots
+        self.weights = weights_version(self.model)
+
+    def _recall(self, prompts):
+        """The row of the cache that each prompt goes on from; None if one has none. Some conversations may be over."""
+        longest_row = max(map(len, prompts)) + self.max_new_tokens
+        if self.weights != weights_version(self.model) or longest_row > attention_window(self.model.config):
+            return None  # a window counts slots, and a cache that is gone on with has gaps
+        rows, left = [], iter(range(len(self.read)))
+        for prompt in prompts:
+            row = next((r for r in left if self.read[r] == prompt[: len(self.read[r])] and self.read[r] != prompt), None)
+            if row is None:
+                return None
+            rows.append(row)
+        return rows
+
+    def _select(self, rows):
+        """Keep these rows of the cache, some perhaps more than once, and of their slots the real ones, at the end."""
+        real = self.real[rows]  # (N, slots)
+        gone = real.shape[1] - int(real.sum(1).max())
+        order = real.byte().argsort(dim=1, stable=True)[:, gone:]
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = (pick_slots(x[rows], order) for x in (layer.keys, layer.values))
+        self.real = real.gather(1, order)
+        self.read = [list(self.read[row]) for row in rows]
+
+    def _feed(self, new):
+        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow."""
+        width = max(map(len, new))
+        if width == 0:
+            return None
+        block = torch.zeros(len(new), width, dtype=torch.long)
+        real = torch.zeros(len(new), width, dtype=torch.bool)
+        for row, ids in enumerate(new):
+            if ids:  # padded on the left: the last column is real
+                block[row, -len(ids) :], real[row, -len(ids) :] = torch.tensor(ids), True
+            self.read[row].extend(ids)
+        block, past = block.to(self.real.device), self.real.shape[1]
+        self.real = torch.cat([self.real, real.to(self.real.device)], 1)
+        positions = (self.real.cumsum(1) - 1).clamp_min(0)
+        for start in range(0, width, step := max(1, self.READ_AT_ONCE // len(new))):
+            piece = slice(start, start + step)
+            seen = past + min(width, start + step)
+            logits = run(self.model, block[:, piece], self.cache, self.real[:, :seen].long(), positions[:, past:][:, piece])
+        return logits
+
+    def _draw(self, prompts, logits, feed):
+        """Sample token by token. Rows that are over stay in the draw, so that the others' draws do not depend on them."""
+        actions, talking = [[] for _ in prompts], set(range(len(prompts)))
+        room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
+        while True:
+            if self.temperature == 0:
+                drawn = logits.argmax(-1)
+            else:
+                drawn = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=self.generator)[:, 0]
+            drawn = drawn.tolist()
+            said = [[drawn[row]] if row in talking else [] for row in range(len(prompts))]
+            for row in list(talking):
+                actions[row] += said[row]
+                if drawn[row] in self.stop_ids or len(actions[row]) == room[row]:
+                    talking.discard(row)
+            if not talking:
+                return actions
+            logits = feed(said)
+
+
+def run(model, ids, cache=None, attention_mask=None, position_ids=None):
+    """Logits (N, V), fp32, after the last of ids (N, L), which go on from what the cache holds."""
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+    given = {name: value for name, value in given.items() if value is not None}
+    if accepts(model, "logits_to_keep"):
+        given["logits_to_keep"] = 1
+    ids = torch.as_tensor(ids, device=model.device)
+    return model(ids, use_cache=cache is not None, **given).logits[:, -1].float()
+
+
+def pick_slots(states, order):
+    """Keys or values (N, heads, slots, width) -> (N, heads, those of `order` (N, n), width)."""
+    return states.gather(2, order[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def weights_version(model):
+    """Changes when any weight does."""
+    return [(p.data_ptr(), p._version) for p in model.parameters()]
+
+
+@torch.no_grad()
+def trial_of_padding(model):
+    """Compare rows of different lengths in one cache, gone on with, with plain passes. Why they differ, or None."""
+    ids = made_up_ids(model)
+    model.eval()
+    policy = ModelPolicy(model, (), 0, 1)
+    try:
+        policy._begin(2)
+        policy._feed([ids[:9], ids[3:7]])
+        policy._select([1, 0, 0])
+        logits = policy._feed([ids[:1], ids[1:4], ids[5:7]])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    plain = torch.cat([run(model, [row]) for row in policy.read])
+    return differ(logits.log_softmax(-1), plain.log_softmax(-1), model)
+
+
+@torch.no_grad()
+def trial_of_caching(model):
+    """Compare one row read in pieces with a plain pass. Why they differ, or None."""
+    ids = made_up_ids(model)
+    model.eval()
+    cache = DynamicCache(config=model.config)
+    try:
+        for piece in (ids[:9], ids[9:10], ids[10:11]):
+            logits = run(model, [piece], cache)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return differ(logits.log_softmax(-1), run(model, [ids[:11]]).log_softmax(-1), model)
+
+
+# ===== C. Chat templates ==========================================================================================
+# Promise: a conversation that is appended piece by piece has the ids that the template and the tokenizer give it as a
+# whole; control tokens come from the frame only, never from what a user or a tool says; what cannot be so is refused.
+
+import json
+import re
+from functools import lru_cache
+
+from tokenizers import Tokenizer
+
+
+def chat_format(tokenizer, **template):
+    """The tokenizer's ChatFormat, built once (and again when its tokens, template or end token have changed).
+
+    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can be given wherever this
+    file takes a tokenizer. Raises ValueError, in one line, for templates that a conversation cannot be built from.
+    """
+    if isinstance(tokenizer, ChatFormat):
+        return tokenizer
+    state = len(tokenizer), str(getattr(tokenizer, "chat_template", None)), getattr(tokenizer, "eos_token_id", None)
+    return _chat_format(tokenizer, state, json.dumps(template, sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _chat_format(tokenizer, state, template):
+    return ChatFormat(tokenizer, **json.loads(template))
+
+
+class ChatFormat:
+    """A chat template, cut into pieces.
+
+    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>, ...) become ids only
+    where the template, a system prompt or inject_reward_token put them. The same characters inside a user's or a tool's
+    text are encoded as ordinary text. An assistant message of the opening may hold those that are not special, and a
+    system prompt all but reward tokens.
+    A template without tool messages is used with user messages in their place.
+    If its assistant header opens a thought (<think>), a script closes it at once, as the template closes an empty one.
+    """
+
+    HIDDEN = "\ue000"  # \ue000<number>\ue000 stands for a control token spelt in somebody's text
+    ANSWER = "\ue001"  # stands for the assistant's text in a dummy chat
+    DUMMY = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}]
+
+    def __init__(self, tokenizer, **template):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template, or use an instruct model")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
+        self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
+        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        self.control = {content: i for content, (i, _) in added.items()}
+        self.strips = {content: (t.lstrip, t.rstrip) for content, (_, t) in added.items()}
+        self.frame_pattern = any_of(self.control)
+        stand_ins = [self.HIDDEN, self.ANSWER]
+        special = [content for content, (_, t) in added.items() if t.special]
+        self.hide_patterns = {"system": any_of([HIGH, LOW, *stand_ins]), "assistant": any_of([*special, *stand_ins])}
+        self.hide_everything = any_of([*self.control, *stand_ins])
+        self.plain = without_control_tokens(tokenizer, self.control)
+        self._read_frame()
+        if problem := self._problem():
+            self.tools_as_user = True
+            if self._problem():
+                raise ValueError(f"this chat template cannot be used: {problem}")
+            warnings.warn(f"tool results are shown as user messages, because of the chat template: {problem}", stacklevel=4)
+
+    def prompt(self, messages, reward_token=None):
+        """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
+        if reward_token is not None and reward_token not in self.control:
+            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model)")
+        messages, hidden = self._hide_control_tokens(messages)
+        if reward_token is not None:
+            messages = inject_reward_token(messages, reward_token)
+        return self._encode(self._render(messages, generate=True), hidden)
+
+    def suffix(self, messages):
+        """Ids that follow the assistant's end token: the template's framing of `messages` and the next header."""
+        messages, hidden = self._hide_control_tokens(messages)
+        rendered = self._render(self.DUMMY + messages, generate=True)
+        return self._encode(rendered.partition(self.ANSWER)[2], hidden)[1:]
+
+    def action(self, text):
+        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        return [*self._encode(self.close_thought), *ids, self.end_of_turn]
+
+    def text(self, action_ids):
+        """What an env is given to read: the sampled ids as text, without end token, with its opening <think> if any."""
+        ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not self.close_thought:
+            return text
+        return text[len(self.close_thought) :] if text.startswith(self.close_thought) else "<think>" + text
+
+    def _read_frame(self):
+        """Find the assistant's header and end tokens in dummy chats."""
+        opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
+        header = self._render(opening, generate=True)
+        if header == self._render(opening, generate=False):
+            raise ValueError("this chat template cannot be used: it has no generation prompt (add_generation_prompt)")
+        before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
+        before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
+        ends = [self._encode(end)[:1] for end in (ended, ended_last)]
+        if not ended or ends[0][0] not in self.control.values():
+            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added token, "
+                             f"not with {ended[:20]!r}")
+        (self.end_of_turn,) = ends[0]
+        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
+        self.close_thought = ""
+        if header.rstrip().endswith("<think>") and not before.startswith(header):
+            native = before_last.startswith(header)
+            self.close_thought = before_last[len(header) :] if native else "\n</think>\n\n"
+
+    def _problem(self):
+        """What is wrong with a conversation of all kinds of messages, appended, against the same as a whole; or None."""
+        first, call, answer, more = ([{"role": role, "content": text}] for role, text in (
+            ("user", "alpha"), ("assistant", "beta"), ("assistant", "epsilon"), ("user", "zeta")))
+        results = [{"role": "tool", "content": text} for text in ("gamma", "delta")]
+        try:
+            whole = self._render([*first, *call, *results, *answer, *more], generate=True)
+            said = [self.close_thought + text for text in ("beta", "epsilon")]
+            frames = [self._render(self.DUMMY + m, generate=True).partition(self.ANSWER)[2] for m in (results, more)]
+            appended = self._render(first, generate=True) + said[0] + frames[0] + said[1] + frames[1]
+        except ValueError as error:
+            return str(error)
+        if lost := [text for text in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta") if text not in whole]:
+            return f"it drops the text of some messages (of user, call, two tool results, answer, user: {lost})"
+        if without_thoughts(appended) != without_thoughts(whole):
+            return f"it renders a conversation otherwise than its parts: {first_difference(appended, whole)}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the words of this example may be unknown to a small vocabulary
+            ids = self.prompt(first) + self.action("beta") + self.suffix(results) + self.action("epsilon") + self.suffix(more)
+            pairs = [(ids, appended)]
+            if HIGH in self.control:
+                conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
+                pairs.append((self.prompt(first, HIGH), conditioned))
+        for ours, text in pairs:
+            if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
+                return "the tokenizer encodes it differently as a whole and in parts; its frame must be of added tokens"
+
+    def _render(self, messages, generate):
+        if self.tools_as_user:
+            messages = tools_to_user(messages)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate,
+                                                      **self.template)
+        except Exception as error:  # jinja's own errors, and whatever a template calls
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"it fails on messages of {roles}: {type(error).__name__}: {error}") from error
+
+    def _hide_control_tokens(self, messages):
+        """Replace what must not become a control token by a stand-in that survives any template."""
+        out, hidden = [], []
+
+        def hide(match):
+            hidden.append(match[0])
+            return f"{self.HIDDEN}{len(hidden) - 1}{self.HIDDEN}"
+
+        for message in messages:
+            pattern = self.hide_patterns.get(message["role"], self.hide_everything)
+            content = message["content"].encode("utf-8", "replace").decode()  # no lone surrogates: nothing encodes them
+            out.append({**message, "content": pattern.sub(hide, content)})
+        return out, hidden
+
+    def _encode(self, rendered, hidden=()):
+        ids, end, strip = [], 0, False
+        for match in [*self.frame_pattern.finditer(rendered), None]:
+            text = rendered[end : match.start() if match else len(rendered)]
+            text = text.lstrip() if strip else text
+            text = text.rstrip() if match and self.strips[match[0]][0] else text
+            ids += self._ordinary(text, hidden)
+            if match:
+                ids.append(self.control[match[0]])
+                end, strip = match.end(), self.strips[match[0]][1]
+        return ids
+
+    def _ordinary(self, text, hidden):
+        text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
+        ids = self.plain.encode(text, add_special_tokens=False).ids if text else []
+        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
+            warnings.warn(f"the vocabulary lacks some of {text!r}: it became {self.tokenizer.unk_token}", stacklevel=2)
+        return ids
+
+
+def any_of(texts):
+    """A pattern that matches these texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def tools_to_user(messages):
+    """The same with tool results said by the user; neighbours become one message, as such templates want turns."""
+    merged = []
+    for message in messages:
+        role = "user" if message["role"] == "tool" else message["role"]
+        if merged and role == merged[-1]["role"] == "user":
+            merged[-1] = {**merged[-1], "content": merged[-1]["content"] + "\n\n" + message["content"]}
+        else:
+            merged.append({**message, "role": role})
+    return merged
+
+
+def without_thoughts(text):
+    """Templates drop the thoughts of earlier turns; ours stay where they were sampled. Empty ones make no difference."""
+    return re.sub(r"<think>\s*</think>\s*", "", text)
+
+
+def first_difference(a, b):
+    same = len(os.path.commonprefix([a, b]))
+    return f"{a[max(0, same - 20) : same + 20]!r} appended, {b[max(0, same - 20) : same + 20]!r} as a whole"
+
+
+def without_control_tokens(tokenizer, control):
+    """The same tokenizer without control tokens: whatever it encodes is ordinary text."""
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
+    spec.update(post_processor=None, truncation=None, padding=None)
+    model = spec["model"]
+    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; another name, that nothing spells, for these
+        for i, (piece, score) in enumerate(model["vocab"]):
+            if piece in control and i != model.get("unk_id"):
+                model["vocab"][i] = [f"\ue002{i}", score]
+    else:
+        if "merges" in model:  # a word that was added may also be a merge, and part of others
+            pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+            model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & control.keys()]
+        for content in control.keys() - {model.get("unk_token")}:
+            model["vocab"].pop(content, None)
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+# ===== D. The optimizer step ======================================================================================
+# Promise: what would train wrongly is refused before anything is paid for; a gradient that is not finite does nothing.
+
+
+def optimizer_step(model, optimizer, max_grad_norm):
+    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns grad_norm and skipped.
+
+    A gradient that is not finite is thrown away: skipped = 1, and the weights stay as they were.
+    """
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
+
+
+def check_trainable(optimizer, trajectories):
+    """For stage 1: every trajectory has an action, and the weights can move."""
+    silent = [row for row, t in enumerate(trajectories) if 1 not in t.mask]
+    if silent or not trajectories:
+        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
+                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
+    check_precision(optimizer)
+
+
+def check_step(ref_model, optimizer, policy, settings):
+    """For stage 2, before rollouts are paid for. Returns the settings of the update with the policy's temperature."""
+    check_update(ref_model, optimizer, settings.get("beta", 0.1))
+    scored_at = settings.get("temperature", getattr(policy, "temperature", 1.0))
+    sampled_at = getattr(policy, "temperature", scored_at)
+    if scored_at != sampled_at or not sampled_at > 0:
+        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave it to a policy "
+                         "whose temperature is above 0")
+    return {**settings, "temperature": sampled_at}
+
+
+def check_update(ref_model, optimizer, beta):
+    if beta and ref_model is None:
+        raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
+    check_precision(optimizer)
+
+
+def check_precision(optimizer):
+    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of bf16 (or fp16) weights."""
+    for group in getattr(optimizer, "param_groups", []):
+        coarse = [p.detach() for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)]
+        lr = group.get("initial_lr", group["lr"])
+        if not coarse or not lr or "betas" not in group:
+            continue
+        size = sum(p.abs().sum(dtype=torch.float32).item() for p in coarse) / sum(p.numel() for p in coarse)
+        if lr < size * torch.finfo(coarse[0].dtype).eps / 4:
+            raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (their mean size is {size:.2g}): "
+                             "train fp32 master weights, dtype=torch.float32, under torch.autocast if memory is short")
+
+
+# ===== E. The two new tokens ======================================================================================
+# Promise: no other token and no other row of the model changes, and both rows are fit to be told apart.
+
+from transformers import AddedToken
 
 
 def add_reward_tokens(tokenizer, model=None):
@@ -71,7 +1416,7 @@ def add_reward_tokens(tokenizer, model=None):
     the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
     """
     known = len(tokenizer)
-    # special: user text that merely spells a reward token can be kept from becoming one (section 2).
+    # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in (HIGH, LOW)], special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
     if model is None or getattr(model.config, "reward_token_ids", None) == ids:
@@ -83,9 +1428,10 @@ def add_reward_tokens(tokenizer, model=None):
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    others = [row for row in range(min(known, rows_before)) if row not in ids]
     for weight in matrices.values():  # one matrix if tied, two if not
-        weight.data[rows_before:] = 0  # added rows are padding; the library draws them, differently on every rank
-        _init_reward_rows(weight, ids, weight[: min(known, rows_before, *ids)])
+        weight.data[rows_before:] = 0  # added rows are padding; the library draws them, differently in every process
+        _init_reward_rows(weight, ids, weight[others])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
 
@@ -108,834 +1454,5 @@ def _init_reward_rows(weight, ids, known_rows):
         weight[token_id] = (mean + sign * deviation).to(weight.dtype)
 
 
-def inject_reward_token(messages, token):
-    """New messages with "\\n\\n[Reward Goal: <token>]" at the end of the first user message; `messages` stay as they were.
-
-    >>> inject_reward_token([{"role": "user", "content": "Hi"}], HIGH)
-    [{'role': 'user', 'content': 'Hi\\n\\n[Reward Goal: <|high_reward|>]'}]
-    """
-    messages = [dict(message) for message in messages]
-    for message in messages:
-        if message["role"] == "user":
-            message["content"] += f"\n\n[Reward Goal: {token}]"
-            return messages
-    raise ValueError("there is no user message to put the reward goal into; env.reset() must return one")
-
-
-# ======================================================================================================================
-# 2. Trajectories, token in / token out
-#
-# A conversation is built by appending ids and nothing else:
-#
-#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n <|im_start|>
-#   mask   0 0 0 ...                                                             | 1    1   1          | 0  0 ...
-#          prompt (h_1, r)                                                       | sampled (a_1)       | suffix (h_2)
-#
-# The mask is written where the token is sampled, never reconstructed: no search for role headers, no re-tokenising of
-# model text (which would give other ids than the ones sampled).
-# ======================================================================================================================
-
-
-@dataclass
-class Trajectory:
-    """One rollout. `ids` and `mask` have the same length; mask 1 = sampled by the policy, 0 = forced."""
-
-    ids: list[int]
-    mask: list[int]
-    reward_token: str | None = None  # the r_j it was drawn under; None: no mark at all (SFT, plain GRPO)
-    group: object = None  # rollouts of one task share it; None: a group of its own
-    reward: float = 0.0  # R in [0, 1]; 0 where truncated
-    truncated: bool = False  # it ran into a token or turn limit
-
-    @property
-    def action_ids(self):
-        return [token for token, sampled in zip(self.ids, self.mask) if sampled]
-
-
-def rows_by_group(groups):
-    """[7, 9, 7, None] -> {7: [0, 2], 9: [1], ("alone", 3): [3]}: the rows of each group, in order of appearance."""
-    rows = {}
-    for row, group in enumerate(groups):
-        rows.setdefault(("alone", row) if group is None else group, []).append(row)
-    return rows
-
-
-class ChatFormat:
-    """A tokenizer's chat template, cut into the pieces that a conversation is appended from.
-
-    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>, ...) become ids only
-    where the template, our system prompt or inject_reward_token put them. The same characters inside a user's or a
-    tool's text are encoded as ordinary text.
-    """
-
-    ANSWER = "\ue001"  # stands for the assistant's text in a dummy chat
-
-    def __init__(self, tokenizer):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template, or use an instruct model")
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
-        self.tokenizer = tokenizer
-        self.control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
-        flags = {t.content: t for t in tokenizer.added_tokens_decoder.values()}
-        longest_first = sorted(self.control, key=len, reverse=True)
-        self.control_pattern = re.compile("|".join(
-            ("\\s*" if flags[t].lstrip else "") + f"({re.escape(t)})" + ("\\s*" if flags[t].rstrip else "")
-            for t in longest_first
-        ) or "(?!)")
-        self.hidden_pattern = re.compile("|".join(map(re.escape, [*longest_first, "\ue000", self.ANSWER])))
-
-        # The same tokenizer without control tokens: whatever it encodes is ordinary text.
-        plain = json.loads(tokenizer.backend_tokenizer.to_str())
-        plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] not in self.control]
-        plain["post_processor"] = None
-        if isinstance(vocabulary := plain["model"]["vocab"], dict):  # a word-level vocabulary may hold them as words
-            for token in self.control.keys() - {plain["model"].get("unk_token")}:
-                vocabulary.pop(token, None)
-        self.plain = Tokenizer.from_str(json.dumps(plain))
-
-        dummy = [{"role": "user", "content": "u"}, {"role": "assistant", "content": self.ANSWER}]
-        self.end_of_turn = self._first_id_after_answer(self._render(dummy, generate=False))
-        self.stop_ids = {self.end_of_turn, tokenizer.eos_token_id} - {None}
-        native = tokenizer.apply_chat_template(dummy[:1], add_generation_prompt=True, return_dict=False)
-        if self.prompt(dummy[:1]) != list(native):
-            raise ValueError("this tokenizer encodes its chat template differently as a whole and in parts; "
-                             "train with a model whose template is delimited by added tokens")
-
-    def prompt(self, messages, reward_token=None):
-        """Ids of the opening messages, marked with `reward_token` if given, up to where the assistant speaks."""
-        if reward_token is not None and reward_token not in self.control:
-            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model)")
-        messages, hidden = self._hide_control_tokens(messages)
-        if reward_token is not None:
-            messages = inject_reward_token(messages, reward_token)
-        return self._encode(self._render(messages, generate=True), hidden)
-
-    def suffix(self, messages):
-        """Ids that follow the assistant's end token: the template's framing of `messages` and the next header."""
-        dummy = [{"role": "user", "content": "u"}, {"role": "assistant", "content": self.ANSWER}]
-        messages, hidden = self._hide_control_tokens(messages)
-        rendered = self._render(dummy + messages, generate=True)
-        return self._encode(rendered.partition(self.ANSWER)[2], hidden)[1:]
-
-    def action(self, text):
-        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        return [*ids, self.end_of_turn]
-
-    def text(self, action_ids):
-        """What an env is given to read: the sampled ids as text, without the end token."""
-        ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _render(self, messages, generate):
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-
-    def _hide_control_tokens(self, messages):
-        """Replace control tokens spelt in user and tool text by \\ue000<number>\\ue000, which survives any template.
-
-        In trusted text (system prompt) only these stand-ins themselves are hidden, so that none is taken for ours.
-        """
-        hidden = []
-
-        def hide(match):
-            hidden.append(match[0])
-            return f"\ue000{len(hidden) - 1}\ue000"
-
-        out = []
-        for message in messages:
-            pattern = "[\ue000\ue001]" if message["role"] in ("system", "assistant") else self.hidden_pattern
-            content = message["content"].encode("utf-8", "replace").decode()  # no lone surrogates: nothing encodes them
-            out.append({**message, "content": re.sub(pattern, hide, content)})
-        return out, hidden
-
-    def _encode(self, rendered, hidden=()):
-        ids, end = [], 0
-
-        def ordinary(text):
-            text = re.sub("\ue000(\\d+)\ue000", lambda match: hidden[int(match[1])], text)
-            return self.plain.encode(text, add_special_tokens=False).ids if text else []
-
-        for match in self.control_pattern.finditer(rendered):
-            ids += ordinary(rendered[end : match.start()])
-            ids.append(self.control[match[0].strip()])
-            end = match.end()
-        return ids + ordinary(rendered[end:])
-
-    def _first_id_after_answer(self, rendered):
-        tail = rendered.partition(self.ANSWER)[2]
-        if not self.control_pattern.match(tail):
-            raise ValueError(f"the chat template must close an assistant turn with an added token, not with {tail!r}")
-        return self._encode(tail)[0]
-
-
-@lru_cache(maxsize=8)
-def _chat_format(tokenizer, vocabulary_size, template):
-    return ChatFormat(tokenizer)
-
-
-def chat_format(tokenizer):
-    """The tokenizer's ChatFormat, built once (and again when tokens were added or the template changed)."""
-    return _chat_format(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
-
-
-# ======================================================================================================================
-# 3. Rollouts (eq. 4):   a_{t,j} ~ pi(. | h_{t,j}, r_j)
-#
-# An env is any object with     reset() -> messages,  step(text) -> messages or None when over,  reward() -> R in [0, 1].
-# Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
-# A policy is any callable      list of prompt ids -> list of sampled ids.
-# A model, a scripted expert and a fake in a test therefore run through the same function, and demonstrations have
-# exactly the layout of rollouts.
-# ======================================================================================================================
-
-
-def rollout(envs, goals, policy, tokenizer, groups=None, max_turns=20, max_tokens=32768, progress=None):
-    """Play every env to its end, all of them turn by turn together.
-
-    envs: N envs.  goals: N reward tokens, None for no mark.  groups: N group ids (default: None each).
-    max_turns: assistant turns per rollout.  max_tokens: length limit of a trajectory.  progress: called with the number
-    of conversations still open, once a turn.
-    Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0; a cut
-    action is not executed.
-    Raises TypeError or ValueError where an env or the policy breaks its contract.
-    """
-    envs, goals = list(envs), list(goals)
-    groups = list(groups) if groups is not None else [None] * len(envs)
-    if not envs or not len(envs) == len(goals) == len(groups):
-        raise ValueError(f"need as many goals and groups as envs, at least one: {len(envs)} envs, {len(goals)} goals, "
-                         f"{len(groups)} groups")
-    chat = chat_format(tokenizer)
-    trajectories = []
-    for env, goal, group in zip(envs, goals, groups):
-        prompt = chat.prompt(_checked_messages(env.reset(), "env.reset()"), goal)
-        trajectories.append(Trajectory(prompt, [0] * len(prompt), goal, group))
-
-    playing = list(zip(envs, trajectories))
-    for _, trajectory in playing:
-        trajectory.truncated = len(trajectory.ids) >= max_tokens  # a prompt that leaves no room to say anything
-    playing = [pair for pair in playing if not pair[1].truncated]
-    for _ in range(max_turns):
-        if progress:
-            progress(len(playing))
-        if not playing:
-            break
-        sampled = policy([trajectory.ids for _, trajectory in playing])
-        playing = [
-            pair for pair, ids in zip(playing, _checked_samples(sampled, len(playing)))
-            if _play_turn(*pair, ids, chat, max_tokens)
-        ]
-    for _, trajectory in playing:
-        trajectory.truncated = True  # still talking at the turn limit
-
-    for env, trajectory in zip(envs, trajectories):
-        reward = 0.0 if trajectory.truncated else env.reward()
-        if reward is None or not math.isfinite(reward):
-            raise ValueError(f"{type(env).__name__}.reward() returned {reward}: rewards must be finite numbers")
-        trajectory.reward = float(reward)
-    return trajectories
-
-
-def _play_turn(env, trajectory, sampled, chat, max_tokens):
-    """Append one action and the env's answer. True while the conversation goes on."""
-    sampled = sampled[: max_tokens - len(trajectory.ids)]
-    trajectory.ids = trajectory.ids + sampled
-    trajectory.mask = trajectory.mask + [1] * len(sampled)
-    if sampled[-1] not in chat.stop_ids:  # cut off: what it would have said, nobody knows
-        trajectory.truncated = True
-        return False
-    answer = env.step(chat.text(sampled))
-    if answer is None:
-        return False
-    suffix = chat.suffix(_checked_messages(answer, "env.step()"))
-    if sampled[-1] != chat.end_of_turn:  # it ended with eos: the template's own end token follows, forced
-        suffix = [chat.end_of_turn, *suffix]
-    if len(trajectory.ids) + len(suffix) >= max_tokens:  # the answer leaves no room to go on
-        trajectory.truncated = True
-        return False
-    trajectory.ids = trajectory.ids + suffix
-    trajectory.mask = trajectory.mask + [0] * len(suffix)
-    return True
-
-
-def _checked_messages(messages, source):
-    well_formed = isinstance(messages, list) and messages and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not well_formed:
-        raise TypeError(f"{source} must return a non-empty list of {{'role': str, 'content': str}}, got {messages!r}")
-    return messages
-
-
-def _checked_samples(sampled, expected):
-    sampled = [[int(token) for token in ids] for ids in sampled]
-    if len(sampled) != expected or not all(sampled):
-        raise ValueError(f"the policy must return one non-empty list of ids per prompt: {expected} prompts, "
-                         f"lengths {[len(ids) for ids in sampled]}")
-    return sampled
-
-
-def scripted_policy(texts, tokenizer):
-    """A policy for one conversation that says `texts` in order. A generator may look at its env before each line."""
-    texts, chat = iter(texts), chat_format(tokenizer)
-
-    def policy(prompts):
-        if len(prompts) != 1:
-            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: call rollout with one env")
-        if (text := next(texts, None)) is None:
-            raise ValueError("the script is over but the conversation is not: let its last line end the episode")
-        return [chat.action(text)]
-
-    return policy
-
-
-@torch.no_grad()
-def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
-    """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
-
-    prompts: N lists of ids.  stop_ids: an action ends with the first of these (kept), or after max_new_tokens.
-    Returns N lists of ids. A plain loop over a key-value cache: no top-k, no penalties, nothing that a generation
-    config could slip in, because the log-probs of section 4 must be those of the distribution sampled here.
-    """
-    training, device = model.training, model.device
-    model.eval()  # dropout off; gradient checkpointing would also switch the cache off
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.tensor(prompt)  # padded on the left: the last column is real
-    attention_mask = (torch.arange(width) >= width - lengths[:, None]).long().to(device)  # (N, width)
-    tokens, cache = tokens.to(device), DynamicCache(config=model.config)
-    position_ids = (attention_mask.cumsum(1) - 1).clamp_min(0)
-    sampled, open_rows = [[] for _ in prompts], set(range(len(prompts)))
-
-    for _ in range(max_new_tokens):
-        logits = model(tokens, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True,
-                       logits_to_keep=1).logits[:, -1].float()  # (N, V)
-        if temperature == 0:
-            drawn = logits.argmax(-1)
-        else:
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-        for row, token in enumerate(drawn.tolist()):
-            if row in open_rows:
-                sampled[row].append(token)
-                if token in stop_ids:
-                    open_rows.discard(row)
-        if not open_rows:
-            break
-        tokens, position_ids = drawn[:, None], position_ids[:, -1:] + 1
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(prompts), 1)], 1)
-    model.train(training)
-    return sampled
-
-
-# ======================================================================================================================
-# 4. Log-probs of a whole group in one forward pass
-#
-# The G rollouts of a task share a long prompt (tool docs) and differ in short continuations. Laid out in one sequence
-#
-#   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
-#   positions    0 ... P-1        P P+1 ...        P P+1 ...
-#   attention    causal           prefix + itself  prefix + itself
-#
-# the prefix is computed once, not G times. Every token sees what it would have seen alone, so values and gradients are
-# those of separate passes. A list may hold several groups: they follow each other in the same way and never meet.
-# ======================================================================================================================
-
-
-def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
-    """log pi of every token of the actions, given all before it, at the temperature it was sampled with.
-
-    Returns logp (N, T): row j holds the log-probs of trajectory j's n_j action tokens in order, then zeros; T = max n_j.
-    With entropy=True returns (logp, H), H (N, T) being the entropy of the distribution at each action, without gradient.
-    Raises ValueError on an empty list or a trajectory that begins with an action.
-    """
-    if not trajectories or not temperature > 0:
-        raise ValueError(f"need at least one trajectory and a temperature > 0, got {len(trajectories)} and {temperature}")
-    _use_group_attention(model)
-    ids, positions, layout, readout, targets = _pack(trajectories)
-    device = model.device
-    logits = model(
-        torch.tensor([ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        attention_mask=torch.ones(1, 1, 1, 1, device=device),  # any 4-d mask: keeps the library from building its own
-        layout=layout,
-        use_cache=False,
-        logits_to_keep=torch.tensor(readout or [0], device=device),  # logits only where an action token is predicted
-    ).logits[0]  # (M, V), M = number of action tokens
-
-    def read(logits, targets):  # fp32 for one chunk at a time; recomputed, not kept, for the backward pass
-        logits = logits.float() / temperature
-        log_z = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
-        with torch.no_grad():
-            h = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1) if entropy else logp
-        return logp, h
-
-    targets = torch.tensor(targets or [0], device=device)
-    chunks = [checkpoint(read, *chunk, use_reentrant=False)
-              for chunk in zip(logits.split(rows_per_chunk), targets.split(rows_per_chunk))]
-    mask = action_mask(trajectories, device)  # (N, T)
-    logp, h = (torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(part)) for part in zip(*chunks))
-    if not readout:
-        logp = logp + 0.0 * logits.sum()  # no action at all: 0, but a sharded backward pass still runs on every rank
-    return (logp, h) if entropy else logp
-
-
-def action_mask(trajectories, device="cpu"):
-    """(N, T) bool: True where row j of `action_logprobs` holds one of trajectory j's action tokens."""
-    counts = torch.tensor([sum(t.mask) for t in trajectories], device=device)
-    return torch.arange(int(counts.max()), device=device) < counts[:, None]
-
-
-def _pack(trajectories):
-    """Lay trajectories out as drawn above.
-
-    Returns ids and positions (L,); layout: per group [prefix length, continuation lengths ...]; readout (M,): the place
-    in the sequence that predicts each action token; targets (M,): that token. M runs over trajectories in their order.
-    """
-    ids, positions, layout, readout = [], [], [], {}
-    for rows in rows_by_group([t.group for t in trajectories]).values():
-        base = len(ids)
-        # The marks differ, so the shared prefix usually ends just before r_j.
-        prefix = os.path.commonprefix([trajectories[row].ids for row in rows])
-        ids += prefix
-        positions += range(len(prefix))
-        layout.append([len(prefix)])
-        for row in rows:
-            trajectory, start = trajectories[row], len(ids)
-            if trajectory.mask[0]:
-                raise ValueError("a trajectory begins with an action: there is nothing to condition its first token on")
-            ids += trajectory.ids[len(prefix) :]
-            positions += range(len(prefix), len(trajectory.ids))
-            layout[-1].append(len(trajectory.ids) - len(prefix))
-            readout[row] = [
-                base + t - 1 if t <= len(prefix) else start + t - 1 - len(prefix)
-                for t, sampled in enumerate(trajectory.mask) if sampled
-            ]
-    targets = [token for trajectory in trajectories for token in trajectory.action_ids]
-    return ids, positions, layout, sum((readout[row] for row in range(len(trajectories))), []), targets
-
-
-def _group_attention(module, query, key, value, attention_mask, scaling=None, layout=None, **kwargs):
-    """Attention over the layout of _pack; the library's own where no layout is given (sampling).
-
-    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D). Dropout is left out: the log-probs are
-    to be those of the policy that sampled.
-    """
-    if layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if kwargs.get("sliding_window"):
-        raise ValueError("packed log-probs need full attention in every layer; this model uses a sliding window")
-    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
-    continue_prefix = _SplitAttention.apply if query.device.type == "cpu" else _joint_attention
-    out, start = [], 0
-    for prefix_length, *lengths in layout:
-        q, k, v = (x[:, :, start : start + prefix_length + sum(lengths)] for x in (query, key, value))
-        (q0, q1), (k0, k1), (v0, v1) = (x.split([prefix_length, sum(lengths)], 2) for x in (q, k, v))
-        if prefix_length:
-            out.append(F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scaling))
-        if sum(lengths):
-            out.append(continue_prefix(q1, k0, v0, k1, v1, lengths, scaling))
-        start += prefix_length + sum(lengths)
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-def _joint_attention(q, prefix_k, prefix_v, k, v, lengths, scale):
-    """Every continuation attends to the prefix and, causally, to itself: one call each. (1, heads, sum(lengths), D)"""
-    out = []
-    for q1, k1, v1 in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2)):
-        if n := q1.shape[2]:
-            sees = causal_lower_right(n, prefix_k.shape[2] + n)  # flash attention: no mask in memory
-            k1, v1 = torch.cat([prefix_k, k1], 2), torch.cat([prefix_v, v1], 2)
-            out.append(F.scaled_dot_product_attention(q1, k1, v1, attn_mask=sees, scale=scale))
-    return torch.cat(out, 2)
-
-
-class _SplitAttention(torch.autograd.Function):
-    """The same on a CPU, in half the time: all continuations attend to the prefix in one call without a mask, then each
-    to itself, and the two parts o, with log-normalisers l, are merged:
-
-        o = o_prefix e^(l_prefix - l) + o_own e^(l_own - l),   e^l = e^l_prefix + e^l_own
-
-    For the backward pass, flash attention recomputes each part's weights from l; given the merged o and l, its gradients
-    are those of the joint softmax.
-    """
-
-    forward_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    @staticmethod
-    def forward(ctx, q, prefix_k, prefix_v, k, v, lengths, scale):
-        lengths = [n for n in lengths if n]
-        flash = _SplitAttention.forward_part
-        own = [flash(*part, is_causal=True, scale=scale) for part in zip(*(x.split(lengths, 2) for x in (q, k, v)))]
-        o, l = (torch.cat(part, 2) for part in zip(*own))  # (1, heads, N, D), (1, heads, N)
-        if prefix_k.shape[2]:
-            o_prefix, l_prefix = flash(q, prefix_k, prefix_v, scale=scale)
-            l_own, l = l, torch.logaddexp(l_prefix, l)
-            o = o_prefix * (l_prefix - l).exp()[..., None].to(o.dtype) + o * (l_own - l).exp()[..., None].to(o.dtype)
-        ctx.save_for_backward(q, prefix_k, prefix_v, k, v, o, l)
-        ctx.lengths, ctx.scale = lengths, scale
-        return o
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, prefix_k, prefix_v, k, v, o, l = ctx.saved_tensors
-        flash = _SplitAttention.backward_part
-        own = [flash(*part, 0.0, True, scale=ctx.scale)
-               for part in zip(*(x.split(ctx.lengths, 2) for x in (grad, q, k, v, o, l)))]
-        dq, dk, dv = (torch.cat(part, 2) for part in zip(*own))
-        if not prefix_k.shape[2]:
-            return dq, torch.zeros_like(prefix_k), torch.zeros_like(prefix_v), dk, dv, None, None
-        dq_prefix, *prefix = flash(grad, q, prefix_k, prefix_v, o, l, 0.0, False, scale=ctx.scale)
-        return dq + dq_prefix, *prefix, dk, dv, None, None
-
-
-AttentionInterface.register("rcgrpo", _group_attention)
-AttentionMaskInterface.register("rcgrpo", sdpa_mask)
-
-
-def _use_group_attention(model):
-    # Set once and for good: gradient checkpointing runs the layers again long after action_logprobs has returned.
-    if model.config._attn_implementation != "rcgrpo":
-        model.set_attn_implementation("rcgrpo")
-
-
-# ======================================================================================================================
-# 5. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r)
-#
-# Divided by the number of action tokens in the batch: eq. 2 up to its scale. SFT is the same loss on expert trajectories
-# without a mark.
-# ======================================================================================================================
-
-
-def rctp_loss(logp, mask=None, n_tokens=None):
-    """Mean negative log-likelihood of the action tokens; observations, prompts and padding have no term.
-
-    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part of it
-    (default: of this part). Raises ValueError when there is nothing to train on.
-    """
-    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
-    if n_tokens == 0:
-        raise ValueError("no action token in the batch: drop trajectories whose prompt fills the whole context")
-    return -(logp * mask).sum() / n_tokens
-
-
-# ======================================================================================================================
-# 6. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p
-# ======================================================================================================================
-
-
-def sample_reward_tokens(G, p, generator=None, stratified=False):
-    """G reward tokens for one group. i.i.d. as in the paper: at G = 5, p = .5, 6 % of groups are all of one mark.
-
-    stratified=True: exactly round(pG) high ones in random order. Raises ValueError unless G >= 1 and 0 <= p <= 1.
-    """
-    if G < 1 or not 0 <= p <= 1:
-        raise ValueError(f"need G >= 1 and 0 <= p <= 1, got G = {G}, p = {p}")
-    if stratified:
-        high = torch.randperm(G, generator=generator) < math.floor(p * G + 0.5)
-    else:
-        high = torch.rand(G, generator=generator) < p
-    return [HIGH if is_high else LOW for is_high in high.tolist()]
-
-
-# ======================================================================================================================
-# 7. Advantages (eq. 6):   A_j = (R_j - mu_g) / (sigma_g + eps),   sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
-# ======================================================================================================================
-
-
-def group_advantages(rewards, groups, eps=1e-6):
-    """Group-normalised advantages, (N,) float32.
-
-    rewards: N finite numbers.  groups: N group ids in any order; groups may differ in size. The mark is no part of the
-    id: high and low rollouts of a task are compared with each other, which is the point of the method.
-    A group whose rewards are all equal, one of size 1 included, has advantage exactly 0.
-    """
-    rewards = torch.as_tensor(rewards, dtype=torch.float64)
-    if len(rewards) != len(groups):
-        raise ValueError(f"need one group id per reward: {len(rewards)} rewards, {len(groups)} ids")
-    if not rewards.isfinite().all():
-        raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
-    advantages = torch.zeros_like(rewards)
-    for rows in rows_by_group(groups).values():
-        R = rewards[rows]
-        if R.max() > R.min():
-            mu, sigma = R.mean(), R.std(correction=0)  # population std: 1/G, not 1/(G-1)
-            advantages[rows] = (R - mu) / (sigma + eps)
-    return advantages.float()
-
-
-# ======================================================================================================================
-# 8. Clipped policy gradient with KL (eqs. 7-9)
-#
-#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                                   (eq. 7)
-#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                          c = 0.2, the paper's eps        (eq. 8)
-#         + beta mean[ KL(pi_theta || pi_ref) ]                                                                   (eq. 9)
-#
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1 and nothing
-# clips (with one update a batch, as in the paper and in our scripts, nothing ever does). L is then about 0 per trajectory,
-# since advantages sum to 0 in a group; per token a remainder stays, since long rollouts weigh more. Its gradient,
-# -mean[ A grad log pi ], is not 0.
-# ======================================================================================================================
-
-
-def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
-                        n_tokens=None, n_trajectories=None):
-    """The RC-GRPO loss and what it saw.
-
-    logp, old_logp, ref_logp, mask (N, T), all True if not given; advantages (N,). ref_logp may be None when beta = 0.
-    ratio: "token": one rho per token, mean over tokens; "trajectory": rho_j = prod_t, mean over trajectories (eq. 7).
-    n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
-    Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
-    """
-    if ratio not in ("token", "trajectory"):
-        raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
-    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    n_tokens = max(1, int(mask.sum()) if n_tokens is None else n_tokens)
-    n_trajectories = len(logp) if n_trajectories is None else n_trajectories
-    A = advantages.to(logp.device)[:, None]  # (N, 1)
-
-    log_rho = _bounded(logp - old_logp) * mask  # (N, T)
-    if ratio == "trajectory":
-        log_rho = _bounded(log_rho.sum(1, keepdim=True))  # (N, 1)
-        weight = 1 / n_trajectories
-    else:
-        weight = mask.to(logp.dtype) / n_tokens  # (N, T)
-    rho = log_rho.exp()
-    surrogate = torch.minimum(rho * A, rho.clamp(1 - clip, 1 + clip) * A)
-    loss = -(surrogate * weight).sum()
-
-    kl = torch.zeros((), device=logp.device)
-    if beta:
-        # k3: with d = log pi_ref - log pi_theta, e^d - d - 1 >= 0, and its mean under pi_theta is KL(pi_theta || pi_ref).
-        d = _bounded(ref_logp - logp)
-        kl = ((d.exp() - d - 1) * mask).sum() / n_tokens
-        loss = loss + beta * kl
-
-    with torch.no_grad():
-        clipped = ((rho > 1 + clip) & (A > 0)) | ((rho < 1 - clip) & (A < 0))
-        metrics = {"loss": loss.item(), "kl": kl.item(), "clip_fraction": (clipped * weight).sum().item()}
-    return loss, metrics
-
-
-def _bounded(log_ratio):
-    """Keep exp() finite: e^20 is far outside any clip range. -inf minus -inf counts as no difference."""
-    return log_ratio.nan_to_num(0.0, posinf=20.0, neginf=-20.0).clamp(-20, 20)
-
-
-# ======================================================================================================================
-# 9. What to watch
-#
-# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at every one of T steps, all G rollouts are identical, and so
-# sigma_g = 0, with probability >= 1 - G T eps_sft.
-# Prop. 4.3, the floor: E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p).
-# For a 0/1 reward E[sigma_g^2] = (G-1)/G m(1-m) exactly, m = p mu_high + (1-p) mu_low: the marks help by moving m off 0
-# and 1. Over a batch of different tasks the floor holds for the mean gap, and the exact value, at the mean m, becomes a
-# ceiling (m(1-m) is concave). Both are statements about expectations: in a single batch of few tasks the gap is noisy.
-# ======================================================================================================================
-
-
-def group_metrics(trajectories, p=None):
-    """Reward statistics of one batch of groups. None stands for "there was no such rollout".
-
-    reward, reward_high, reward_low: mean R, of all, and by mark.  reward_high_minus_low: mu_high - mu_low.
-    sigma: mean sigma_g.  zero_std: share of groups with sigma_g = 0.  sigma2: mean sigma_g^2, beside sigma2_floor
-    (p = share of high marks, measured if not given) and sigma2_ceiling (for i.i.d. marks).  advantage_std: spread of A.
-    truncated: share of rollouts.  tokens: action tokens sampled.
-    """
-    R = [t.reward for t in trajectories]
-    by_mark = {mark: [t.reward for t in trajectories if t.reward_token == mark] for mark in (HIGH, LOW)}
-    groups = [t.group for t in trajectories]
-    by_group = [[R[row] for row in rows] for rows in rows_by_group(groups).values()]
-    sigmas = [torch.tensor(rewards, dtype=torch.float64).std(correction=0).item() if len(set(rewards)) > 1 else 0.0
-              for rewards in by_group]
-    mean = lambda values: sum(values) / len(values) if values else None
-
-    mu_high, mu_low, m, G = mean(by_mark[HIGH]), mean(by_mark[LOW]), mean(R), len(R) / len(sigmas)
-    gap = mu_high - mu_low if by_mark[HIGH] and by_mark[LOW] else None
-    p = len(by_mark[HIGH]) / len(R) if p is None else p
-    kappa = (G - 1) / G * p * (1 - p)
-    return {
-        "reward": m, "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
-        "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
-        "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
-        "sigma2_ceiling": (G - 1) / G * m * (1 - m),
-        "advantage_std": group_advantages(R, groups).std(correction=0).item(),
-        "truncated": mean([t.truncated for t in trajectories]), "tokens": sum(sum(t.mask) for t in trajectories),
-    }
-
-
-# ======================================================================================================================
-# 10. The two stages
-#
-# One process sees all there is. With many, `gather` turns a list of this process into the concatenation of everybody's,
-# so that counts and metrics are global; gradients are then SUMMED over processes, every term having its global divisor.
-# ======================================================================================================================
-
-
-def rctp_step(model, optimizer, trajectories, rows_per_pass=16, max_grad_norm=1.0, gather=list):
-    """One optimizer step of stage 1 on a batch of marked trajectories (of SFT: unmarked expert ones). Returns metrics."""
-    silent = [row for row, t in enumerate(trajectories) if not any(t.mask)]
-    if silent or not trajectories:
-        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
-                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
-    n_tokens, loss_sum = sum(gather([sum(sum(t.mask) for t in trajectories)])), 0.0
-    model.train()
-    for part in _parts(trajectories, rows_per_pass):
-        loss = rctp_loss(action_logprobs(model, part), action_mask(part, model.device), n_tokens)
-        loss.backward()
-        loss_sum += loss.item()
-    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
-
-
-def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None, **limits):
-    """Roll out G conversations per task, each under its own mark (eqs. 3-4).
-
-    make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no mark", as in plain GRPO.  limits: passed
-    on to `rollout`.  Returns len(tasks) * G trajectories whose `group` is the index in `tasks`.
-    """
-    marks = [[None] * G if p is None else sample_reward_tokens(G, p, generator, stratified) for _ in tasks]
-    envs = [make_env(task) for task in tasks for _ in range(G)]
-    groups = [index for index in range(len(tasks)) for _ in range(G)]
-    return rollout(envs, sum(marks, []), policy, tokenizer, groups, **limits)
-
-
-def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
-                  updates=1, groups_per_pass=1, max_grad_norm=1.0, gather=list):
-    """`updates` clipped optimizer steps on one batch of groups (the paper: one). Returns the last step's metrics.
-
-    ref_model: the frozen stage-1 model, None if beta = 0.  groups_per_pass: whole groups scored in one forward pass.
-    """
-    if beta and ref_model is None:
-        raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
-    advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])
-    n_tokens, n_trajectories = sum(gather([sum(sum(t.mask) for t in trajectories)])), sum(gather([len(trajectories)]))
-    groups = list(rows_by_group([t.group for t in trajectories]).values())
-    model.train()
-    old, ref = {}, {}
-    for update in range(updates):
-        seen = Counter()
-        for number, together in enumerate(_parts(groups, groups_per_pass)):
-            rows = sum(together, [])
-            part = [trajectories[row] for row in rows]
-            mask = action_mask(part, model.device)
-            logp, entropy = action_logprobs(model, part, temperature, entropy=True)
-            if update == 0:
-                old[number] = logp.detach()  # no update since sampling: pi_old is pi_theta
-                with torch.no_grad():
-                    ref[number] = action_logprobs(ref_model, part, temperature) if beta else None
-            loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta, ratio,
-                                                n_tokens, n_trajectories)
-            loss.backward()
-            seen.update(metrics, entropy=(entropy * mask).sum().item() / max(1, n_tokens))
-        stepped = optimizer_step(model, optimizer, max_grad_norm)
-    return {**{name: sum(gather([value])) for name, value in seen.items()}, **stepped}
-
-
-def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
-                generator=None, limits={}, gather=list, **update_settings):
-    """One step of stage 2: marks, rollouts, advantages, update. Returns (metrics, trajectories of this process).
-
-    limits: keywords of `rollout`, e.g. {"max_turns": 8}.  update_settings: keywords of `rcgrpo_update`, among them the
-    temperature, which must be the policy's. The metrics are those of sections 8 and 9, and seconds of both halves.
-    """
-    started = time.perf_counter()
-    trajectories = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
-    sampled = time.perf_counter()
-    updated = rcgrpo_update(model, ref_model, optimizer, trajectories, gather=gather, **update_settings)
-    everyone = [replace(t, group=(process, t.group))
-                for process, part in enumerate(gather([trajectories])) for t in part]
-    seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
-    return {**group_metrics(everyone, p), **updated, **seconds}, trajectories
-
-
-def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear.
-
-    A non-finite gradient is thrown away: skipped = 1, and the weights stay as they were.
-    """
-    if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
-
-
-def _parts(items, size):
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-# ======================================================================================================================
-# Benchmark of section 4: `python rcgrpo.py`
-# ======================================================================================================================
-
-
-def _scoring(mode, prefix, G, length):
-    """A function that runs forward and backward of one group on a small Qwen2, and the model's number of weights.
-
-    mode: "packed", one pass; "rows", one pass for each rollout; "batch", one pass for all of them that shares nothing.
-    """
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192))
-    draw = lambda n: torch.randint(2048, (n,)).tolist()
-    prompt = draw(prefix)
-    group = [Trajectory(prompt + draw(length), [0] * prefix + [1] * length, group=None if mode == "batch" else 0)
-             for _ in range(G)]
-
-    def run():
-        for part in _parts(group, 1 if mode == "rows" else G):
-            action_logprobs(model, part).sum().backward()
-
-    return run, sum(p.numel() for p in model.parameters())
-
-
-def _peak_memory(mode, *shape):
-    """MiB by which the memory of this process peaks above what it holds before (Linux)."""
-    run, _ = _scoring(mode, *shape)
-    resident = lambda name: int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-    before = resident("VmRSS")
-    run()
-    return resident("VmHWM") - before
-
-
-def _seconds(run, repeats=3):
-    run()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-def benchmark(shapes=((1024, 4, 64), (1024, 16, 64), (1024, 8, 128), (3600, 5, 400))):
-    """Print time and memory of one group, for each (tokens of the shared prompt, G, tokens of each action)."""
-    a = torch.randn(2048, 2048)
-    speed = 2 * 2048**3 / _seconds(lambda: a @ a)
-    print(f"CPU with {torch.get_num_threads()} threads, matrix products at {speed / 1e9:.0f} GFLOP/s. Forward + backward of "
-          "one group, Qwen2 of 6 layers x 256.\nprefix  G  tokens    packed      rows  speed-up  actions/s  of matmul speed"
-          "    MiB packed  MiB one batch")
-    for shape in shapes:
-        prefix, G, length = shape
-        run, n_weights = _scoring("packed", *shape)
-        packed, rows = _seconds(run), _seconds(_scoring("rows", *shape)[0])
-        # 6 per weight and token; attention: 12 per layer, width, and pair of tokens that see each other (half if causal)
-        pairs = prefix**2 / 2 + G * length * (prefix + length / 2)
-        flops = 6 * n_weights * (prefix + G * length) + 12 * 6 * 256 * pairs
-        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
-            memory = [fresh.apply(_peak_memory, (mode, *shape)) for mode in ("packed", "batch")]
-        print(f"{prefix:6} {G:2} {length:7}  {packed:6.2f} s  {rows:6.2f} s  {rows / packed:7.1f}x  "
-              f"{G * length / packed:9.0f}  {flops / packed / speed:15.0%}  {memory[0]:12.0f}  {memory[1]:13.0f}", flush=True)
-
-
 if __name__ == "__main__":
-    benchmark()
+    print(__doc__)

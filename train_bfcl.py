@@ -67,7 +67,332 @@ CALL_SECONDS = 2  # CPU seconds of a call that might never end (B3)
 CALL_BYTES = 2**30  # and its memory
 
 
-# ===== 1. Tasks and splits ===========================================================================================
+# ===== 1. Settings ==========================================================================================
+NOT_SETTINGS = {"out", "resume", "stage", "plan", "smoke", "tokenizer", "goals", "checkpoint_every"}  # may change in a run
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def add(flag, default, text, **kwargs):
+        kind = {} if "choices" in kwargs or "action" in kwargs else {"type": type(default) if default is not None else int}
+        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **kind, **kwargs)
+
+    add("--model", "Qwen/Qwen2.5-7B-Instruct", "any causal LM with a chat template: hub name or folder")
+    add("--init", "rctp", "stage 1: reward-conditioned, on experts alone, or none", choices=["rctp", "sft", "none"])
+    add("--rl", "rc-grpo", "stage 2: a mark for each rollout, plain GRPO, or none", choices=["rc-grpo", "grpo", "none"])
+    add("--split", "grouped", "train/test split: without leak, or the paper's", choices=["grouped", "paper"])
+    add("--protocol", "combined", "the paper's single prompt, or the leaderboard's turns", choices=["combined", "turns"])
+    add("--failures", "rollout", "failures for RCTP: of the base model, topped up by corrupted experts; or only those",
+        choices=["rollout", "corrupt"])
+    add("--out", "runs/bfcl", "folder of the run")
+    add("--stage", "all", "run one stage alone; what earlier ones left in --out is picked up",
+        choices=["all", "data", "stage1", "stage2", "eval"])
+    parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
+    add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
+    add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
+    add("--smoke", False, "every stage of every arm on a tiny random model; needs no GPU", action="store_true")
+    add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
+    add("--seed", 0, "seed of everything random")
+    add("--stage1-lr", 1e-5, "learning rate of stage 1")
+    add("--stage1-batch", 16, "trajectories per step of stage 1")
+    parser.add_argument("--epochs", type=int, help="passes over the data in stage 1 (default: the paper's, 5 for rctp, 2 for sft)")
+    add("--lr", 1e-6, "learning rate of stage 2")
+    parser.add_argument("--batch", type=int, help="tasks per step of stage 2 (default: the paper's, 256 for rc-grpo, 64 for grpo)")
+    add("--steps", 400, "steps of stage 2")
+    add("--group-size", 5, "G, rollouts per task")
+    add("--p-high", 0.5, "p, probability of the high mark")
+    add("--stratified", False, "exactly round(pG) high marks in every group", action="store_true")
+    add("--beta", 0.1, "weight of the KL to the stage-1 model")
+    add("--clip", 0.2, "clip range of the ratio")
+    add("--ratio", "token", "one rho per token or per trajectory", choices=["token", "trajectory"])
+    add("--temperature", 1.0, "of the rollouts in stage 2")
+    add("--failure-temperature", 0.7, "of the rollouts of the base model that become failures")
+    add("--max-grad-norm", 1.0, "gradient clipping")
+    add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
+    add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
+    add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
+    add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
+    add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
+        choices=["auto", "plain", "continuous"])
+    add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
+    add("--groups-per-pass", 1, "groups per forward pass in stage 2")
+    add("--checkpoint-every", 10, "steps between checkpoints")
+    parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
+    args = parser.parse_args(argv)
+    args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
+    args.batch = {"rc-grpo": 256, "grpo": 64, "none": 1}[args.rl] if args.batch is None else args.batch
+    args.goals = list(dict.fromkeys(args.goals))
+    for name, value in vars(args).items():
+        if type(value) is int and name not in ("seed", "limit") and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        if type(value) is float and not value > 0 and name not in ("p_high", "beta", "failure_temperature"):
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    if not 0 <= args.p_high <= 1 or args.beta < 0 or args.failure_temperature < 0 or args.limit < 0:
+        parser.error("--p-high must be between 0 and 1; --beta, --failure-temperature and --limit not negative")
+    return args
+
+
+# ===== 2. The pipeline ======================================================================================
+def pipeline(args, processes: Processes):
+    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already."""
+    train, test = choose_tasks(args)
+    args.tokenizer = load_tokenizer(args.stage1 or args.model)
+    chat_format(args.tokenizer)  # a template that cannot work says so now
+    add_reward_tokens(args.tokenizer)
+    shares = {"--stage1-batch": args.stage1_batch if args.init != "none" else 0, "--batch": args.batch if args.rl != "none" else 0}
+    if uneven := [f"{flag} {n}" for flag, n in shares.items() if n % processes.size]:
+        raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
+    run = Run(args, processes)
+    if processes.rank == 0 and not args.smoke:
+        plan(args, train, test, processes.size, processes.cuda, memory_there(processes))
+    processes.gather([])
+
+    load = lambda path: load_model(path, args.tokenizer, processes, checkpointing=processes.cuda)
+    start = Path(args.stage1) if args.stage1 else run.folder / "stage1" if args.init != "none" else None
+    if args.init != "none" and not args.stage1 and args.stage in ("all", "data", "stage1") and not start.exists():
+        data = make_data(args, run, train, lambda: load(args.model))
+        if args.stage != "data":
+            train_stage1(args, run, data, load(args.model))
+    if args.stage == "data":
+        return
+    start = start or Path(args.model)
+    if args.init != "none" and not start.exists():
+        raise SystemExit(f"there is no stage-1 model in {start}: run --stage stage1 first, or give --stage1 DIR")
+    final = run.folder / "model"
+    if args.rl != "none" and args.stage in ("all", "stage2") and not final.exists():
+        train_stage2(args, run, train, load(str(start)))
+    if args.stage in ("all", "eval"):
+        if args.rl != "none" and not final.exists():
+            raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
+        model = load(str(start if args.rl == "none" else final))
+        evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
+    if run.board:
+        run.board.close()
+
+
+def memory_there(processes: Processes) -> int:
+    if processes.cuda:
+        return torch.cuda.mem_get_info(processes.device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
+
+
+def choose_tasks(args) -> tuple[list[dict], list[dict]]:
+    train, test = split_tasks(load_tasks(), args.split)
+    if args.limit:
+        length = lambda task: (sum(len(tool.text) for tool in task_tools(task).values()), task["id"])
+        train, test = sorted(train, key=length)[:args.limit], sorted(test, key=length)[:args.limit]
+    return train, test
+
+
+# ===== 3. Data for stage 1 ==================================================================================
+def make_data(args, run: Run, train: list[dict], load) -> list[Trajectory]:
+    """Expert trajectories of the training tasks, and for RCTP as many failures (1:1), all with real observations.
+
+    Kept in data.jsonl and read from there the next time. `load` gives the base model when failures are its rollouts."""
+    file = run.folder / "data.jsonl"
+    if not file.exists():
+        mark, processes = HIGH if args.init == "rctp" else None, run.processes
+        experts = [play_script(task, expert_turns(task, args.protocol), mark, args)
+                   for task in tqdm(processes.mine(train), desc="expert trajectories", disable=processes.rank > 0)]
+        data = [t for t in experts if not t.truncated]
+        too_long = sum(processes.gather([len(experts) - len(data)]))
+        if bad := [t.group for t in data if t.reward != 1]:
+            raise SystemExit(f"expert trajectories of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
+        if args.init == "rctp":
+            data += make_failures(args, run, {t.group for t in data}, train, load)
+        data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
+        if not data:
+            raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens {args.max_tokens}: raise it")
+        run.say(f"data: {sum(t.reward == 1 for t in data)} expert and {sum(t.reward == 0 for t in data)} failure trajectories, "
+                f"{sum(len(t.ids) for t in data):,} tokens; left out, longer than --max-tokens: {too_long} tasks")
+        if processes.rank == 0:
+            write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
+        processes.gather([])
+    return [Trajectory(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def play_script(task: dict, texts: list[str], mark, args) -> Trajectory:
+    policy = scripted_policy(texts, args.tokenizer)
+    (trajectory,) = rollout([BFCLEnv(task, args.protocol)], [mark], policy, args.tokenizer, [task["id"]],
+                            args.max_turns, args.max_tokens)
+    return trajectory
+
+
+def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[Trajectory]:
+    """One failure, R = 0, for every task in `wanted`: a rollout of the base model (--failures rollout), or a corrupted
+    expert where the model gives none."""
+    failures, tasks = {}, [task for task in train if task["id"] in wanted]
+    if args.failures == "rollout":
+        model = run.processes.whole_copy(load()) if run.processes.sharded else load()
+        policy = model_policy(model, args, args.failure_temperature, seeded(run.processes, args.seed, "failures",
+                                                                            run.processes.rank))
+        envs = [BFCLEnv(task, args.protocol) for task in tasks]
+        # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
+        for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
+                                        args.max_turns, args.max_tokens) if tasks else []):
+            if t.reward == 0 and any(t.mask):
+                failures[t.group] = marked(t, env, LOW, args)
+    from_model = len(failures)
+    for task in tqdm([task for task in tasks if task["id"] not in failures], desc="corrupted experts",
+                     disable=run.processes.rank > 0):
+        rng = random.Random(f"{args.seed} {task['id']}")
+        for _ in range(100):
+            t = play_script(task, corrupt_turns(task, expert_turns(task, args.protocol), rng), LOW, args)
+            if t.reward == 0 and any(t.mask):
+                failures[task["id"]] = t
+                break
+        else:
+            raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
+    run.say(f"failures: {sum(run.processes.gather([from_model]))} rollouts of the base model, "
+            f"{sum(run.processes.gather([len(failures) - from_model]))} corrupted experts")
+    return list(failures.values())
+
+
+def marked(trajectory: Trajectory, env: BFCLEnv, mark: str, args) -> Trajectory:
+    """The same actions and observations, id by id, behind a prompt that carries the mark."""
+    prompt = chat_format(args.tokenizer).prompt(env.log[:2], mark)
+    start = trajectory.mask.index(1)
+    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=[0] * len(prompt) + trajectory.mask[start:],
+                   reward_token=mark)
+
+
+# ===== 4. The two stages ====================================================================================
+def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
+    """The indices of batch number `step` when n items are shuffled anew in each pass. The last batch of a pass is filled
+    up from its beginning: all batches, and so all processes' shares of them, have the same size."""
+    passed, number = divmod(step, math.ceil(n / batch))
+    order = list(range(n))
+    random.Random(f"{seed} {name} {passed}").shuffle(order)
+    return [order[(number * batch + i) % n] for i in range(batch)]
+
+
+def train_stage1(args, run: Run, data: list[Trajectory], model):
+    optimizer = torch.optim.AdamW(model.parameters(), args.stage1_lr, weight_decay=0)
+    steps = math.ceil(len(data) / args.stage1_batch) * args.epochs
+    done = run.resume("stage1", model, optimizer, args.resume)
+    run.forget_after("stage1", done)
+    bar = tqdm(range(done, steps), desc="stage 1", initial=done, total=steps, disable=run.processes.rank > 0)
+    for step in bar:
+        rows = run.processes.mine(batches(len(data), args.stage1_batch, step, args.seed, "stage1"))
+        metrics = rctp_step(model, optimizer, [data[row] for row in rows], args.rows_per_pass, args.max_grad_norm,
+                            run.processes.gather)
+        run.log("stage1", step, metrics)
+        bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
+        watch_skips(run, "stage1", step, metrics, [data[row] for row in rows])
+        if (step + 1) % args.checkpoint_every == 0 and step + 1 < steps:
+            run.save("stage1", step + 1, model, optimizer)
+    run.finish("stage1", model, args.tokenizer)
+
+
+def train_stage2(args, run: Run, train: list[dict], model):
+    processes, p = run.processes, {"rc-grpo": args.p_high, "grpo": 1.0 if args.init == "rctp" else None}[args.rl]
+    ref_model = copy.deepcopy(model).requires_grad_(False) if not processes.sharded else processes.whole_copy(model)
+    actor = processes.whole_copy(model) if processes.sharded else model
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
+    done = run.resume("stage2", model, optimizer, args.resume)
+    run.forget_after("stage2", done)
+    bar = tqdm(range(done, args.steps), desc="stage 2", initial=done, total=args.steps, disable=processes.rank > 0)
+    for step in bar:
+        if actor is not model:
+            processes.refresh(actor, model)
+        key = (args.seed, "stage2", step, processes.rank)
+        tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
+        policy = model_policy(actor, args, args.temperature, seeded(processes, *key, "sample"))
+        limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
+                  "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
+        metrics, trajectories = rcgrpo_step(
+            model, ref_model, optimizer, tasks, lambda task: BFCLEnv(task, args.protocol), policy, args.tokenizer,
+            G=args.group_size, p=p, stratified=args.stratified,
+            generator=torch.Generator().manual_seed(seeded(processes, *key, "marks").initial_seed()),
+            limits=limits, gather=processes.gather, temperature=args.temperature, clip=args.clip, beta=args.beta,
+            ratio=args.ratio, groups_per_pass=args.groups_per_pass, max_grad_norm=args.max_grad_norm,
+        )
+        run.log("stage2", step, metrics)
+        run.say(summary_line(step, args.steps, metrics))
+        watch_skips(run, "stage2", step, metrics, trajectories)
+        if (step + 1) % args.checkpoint_every == 0 and step + 1 < args.steps:
+            run.save("stage2", step + 1, model, optimizer)
+    run.finish("stage2", model, args.tokenizer)
+
+
+def summary_line(step: int, steps: int, m: dict) -> str:
+    number = lambda value: "-" if value is None else f"{value:.3f}"
+    return (f"step {step + 1}/{steps}  reward {number(m['reward'])} (high {number(m['reward_high'])} low "
+            f"{number(m['reward_low'])})  sigma_g {number(m['sigma'])}  zero {m['zero_std']:.0%}  entropy "
+            f"{number(m['entropy'])}  KL {number(m['kl'])}  grad {number(m['grad_norm'])}  truncated {m['truncated']:.0%}  "
+            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
+
+
+def watch_skips(run: Run, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
+    """One non-finite gradient is skipped; three in a row end the run, with the batch and the numbers kept to look at."""
+    run.skips = run.skips + 1 if metrics["skipped"] else 0
+    if metrics["skipped"]:
+        run.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}); step skipped")
+    if run.skips == 3:
+        file = run.folder / f"non-finite-{stage}-{step}-rank{run.processes.rank}.jsonl"
+        write_text(file, "".join(json.dumps(line) + "\n" for line in [metrics, *map(vars, trajectories)]))
+        raise SystemExit(f"three steps in a row had a non-finite gradient: stopped. The last batch is in {file}")
+
+
+# ===== 5. Evaluation ========================================================================================
+def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval for k successes of n."""
+    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
+    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
+
+
+def evaluate(args, run: Run, test: list[dict], model):
+    """Greedy rollouts of the test tasks for each goal; eval.json, trajectories.jsonl, and a table."""
+    lines = []
+    for goal in args.goals:
+        tasks = run.processes.mine(test)
+        envs = [BFCLEnv(task, args.protocol) for task in tasks]
+        policy = model_policy(model, args, 0, seeded(run.processes, args.seed, "eval"))
+        with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
+            played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
+                             progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
+        lines += [{"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
+                   "reason": "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason,
+                   "calls": env.calls, "messages": env.log} for task, env, t in zip(tasks, envs, played)]
+    lines = run.processes.gather(lines)
+    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in args.goals}
+    if run.processes.rank == 0:
+        write_text(run.folder / "trajectories.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(run.folder / "eval.json", json.dumps({"arm": arm(args), "split": args.split, "protocol": args.protocol,
+                                                         "goals": results}, indent=1) + "\n")
+    run.say("\n" + table(arm(args), results))
+    return results
+
+
+def tally(lines: list[dict]) -> dict:
+    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
+    of = {category: [line for line in lines if f"multi_turn_{category}_" in line["id"]] for category in CATEGORIES}
+    counts = {name: (sum(line["reward"] == 1 for line in part), len(part)) for name, part in
+              {"overall": lines, **of}.items() if part}
+    return {name: {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)} for name, (k, n) in counts.items()}
+
+
+def table(name: str, results: dict) -> str:
+    """The paper's columns; k/n beside each percentage, because n is small."""
+    rows = [["arm", "goal", "overall", "95 % interval", *CATEGORIES]]
+    for goal, tallied in results.items():
+        low, high = tallied["overall"]["wilson95"]
+        cell = lambda c: f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
+        rows.append([name, goal, cell(tallied["overall"]), f"{100 * low:.1f} - {100 * high:.1f}",
+                     *(cell(tallied.get(category)) for category in CATEGORIES)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+GOALS = {"high": HIGH, "low": LOW, "none": None}
+
+
+def arm(args) -> str:
+    return f"{args.init} + {args.rl}"
+
+
+# ===== 6. Tasks and splits ==================================================================================
 def bfcl_data():
     """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is missing or another version."""
     try:
@@ -148,7 +473,7 @@ def leaked(train: list[dict], test: list[dict]) -> int:
     return sum(gold_list(task) in seen for task in test)
 
 
-# ===== 2. Tools and the prompt that shows them =======================================================================
+# ===== 7. Tools and the prompt that shows them ==============================================================
 SYSTEM_PROMPT = ("You complete the user's requests by calling tools. Look things up instead of guessing, and use only "
                  "the tools that are listed.")
 CLOSING = "\n\nComplete all steps with the tools, in this order, and call done() at the end."
@@ -210,7 +535,7 @@ def tools_text(tools: list[str]) -> str:
     return "\n".join(["<tools>", *tools, "</tools>"])
 
 
-# ===== 3. Parsing what the model says ================================================================================
+# ===== 8. Parsing what the model says =======================================================================
 BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -263,7 +588,7 @@ def depth(value) -> int:
     return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
-# ===== 4. Running a call =============================================================================================
+# ===== 9. Running a call ====================================================================================
 def run_call(instance, name: str, arguments: dict) -> str:
     """Run one method; the observation is the text that the benchmark's executor gives (B5): a string as it is, a dict
     as JSON, the rest (None, lists, dicts with Decimal, mpf or complex) as Python's str, an exception as an error line.
@@ -359,7 +684,7 @@ def execute(instances: dict, tool: Tool, arguments: dict) -> tuple[str, bool | N
     return observation, True
 
 
-# ===== 5. Gold =======================================================================================================
+# ===== 10. Gold =============================================================================================
 def gold_call(call: str, tools: dict[str, Tool]) -> tuple[str, dict]:
     """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get their names (B7)."""
     node = ast.parse(call.strip(), mode="eval").body
@@ -409,7 +734,7 @@ def same_value(a, b) -> bool:
     return a == b
 
 
-# ===== 6. Environment ================================================================================================
+# ===== 11. Environment ======================================================================================
 class BFCLEnv:
     """One task as an environment for `rollout`.
 
@@ -568,7 +893,7 @@ class BFCLEnv:
         return None if verdict["valid"] else f"turn {self._turn}: {verdict['error_message']}"
 
 
-# ===== 7. Experts and failures =======================================================================================
+# ===== 12. Experts and failures =============================================================================
 def calls_text(calls: list[tuple[str, dict]]) -> str:
     """Hermes blocks, in the layout that the system prompt shows."""
     objects = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
@@ -632,7 +957,7 @@ def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
     return value[:-1] if value and isinstance(value, list) else None
 
 
-# ===== 8. Many processes =============================================================================================
+# ===== 13. Many processes ===================================================================================
 # Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the model is
 # not sharded, and rollouts use the model itself.
 class Processes:
@@ -716,7 +1041,7 @@ def like(value, parameter):
                               shape=parameter.shape, stride=parameter.stride())
 
 
-# ===== 9. Models =====================================================================================================
+# ===== 14. Models ===========================================================================================
 def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -836,7 +1161,7 @@ def seeded(processes: Processes, *key) -> torch.Generator:
     return torch.Generator(processes.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-# ===== 10. The run folder: settings, metrics, checkpoints ============================================================
+# ===== 15. The run folder: settings, metrics, checkpoints ===================================================
 def write_folder(folder: Path, write, processes: Processes):
     """All processes call `write(temporary folder)`; if all succeed it gets its name, else nothing is left of it and the
     run ends with a message. Two processes never write the same file."""
@@ -994,287 +1319,7 @@ def write_text(path: Path, text: str):
     part.replace(path)
 
 
-# ===== 11. Data for stage 1 ==========================================================================================
-def make_data(args, run: Run, train: list[dict], load) -> list[Trajectory]:
-    """Expert trajectories of the training tasks, and for RCTP as many failures (1:1), all with real observations.
-
-    Kept in data.jsonl and read from there the next time. `load` gives the base model when failures are its rollouts."""
-    file = run.folder / "data.jsonl"
-    if not file.exists():
-        mark, processes = HIGH if args.init == "rctp" else None, run.processes
-        experts = [play_script(task, expert_turns(task, args.protocol), mark, args)
-                   for task in tqdm(processes.mine(train), desc="expert trajectories", disable=processes.rank > 0)]
-        data = [t for t in experts if not t.truncated]
-        too_long = sum(processes.gather([len(experts) - len(data)]))
-        if bad := [t.group for t in data if t.reward != 1]:
-            raise SystemExit(f"expert trajectories of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
-        if args.init == "rctp":
-            data += make_failures(args, run, {t.group for t in data}, train, load)
-        data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
-        if not data:
-            raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens {args.max_tokens}: raise it")
-        run.say(f"data: {sum(t.reward == 1 for t in data)} expert and {sum(t.reward == 0 for t in data)} failure trajectories, "
-                f"{sum(len(t.ids) for t in data):,} tokens; left out, longer than --max-tokens: {too_long} tasks")
-        if processes.rank == 0:
-            write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
-        processes.gather([])
-    return [Trajectory(**json.loads(line)) for line in file.read_text().splitlines()]
-
-
-def play_script(task: dict, texts: list[str], mark, args) -> Trajectory:
-    policy = scripted_policy(texts, args.tokenizer)
-    (trajectory,) = rollout([BFCLEnv(task, args.protocol)], [mark], policy, args.tokenizer, [task["id"]],
-                            args.max_turns, args.max_tokens)
-    return trajectory
-
-
-def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[Trajectory]:
-    """One failure, R = 0, for every task in `wanted`: a rollout of the base model (--failures rollout), or a corrupted
-    expert where the model gives none."""
-    failures, tasks = {}, [task for task in train if task["id"] in wanted]
-    if args.failures == "rollout":
-        model = run.processes.whole_copy(load()) if run.processes.sharded else load()
-        policy = model_policy(model, args, args.failure_temperature, seeded(run.processes, args.seed, "failures",
-                                                                            run.processes.rank))
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
-        for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
-                                        args.max_turns, args.max_tokens) if tasks else []):
-            if t.reward == 0 and any(t.mask):
-                failures[t.group] = marked(t, env, LOW, args)
-    from_model = len(failures)
-    for task in tqdm([task for task in tasks if task["id"] not in failures], desc="corrupted experts",
-                     disable=run.processes.rank > 0):
-        rng = random.Random(f"{args.seed} {task['id']}")
-        for _ in range(100):
-            t = play_script(task, corrupt_turns(task, expert_turns(task, args.protocol), rng), LOW, args)
-            if t.reward == 0 and any(t.mask):
-                failures[task["id"]] = t
-                break
-        else:
-            raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
-    run.say(f"failures: {sum(run.processes.gather([from_model]))} rollouts of the base model, "
-            f"{sum(run.processes.gather([len(failures) - from_model]))} corrupted experts")
-    return list(failures.values())
-
-
-def marked(trajectory: Trajectory, env: BFCLEnv, mark: str, args) -> Trajectory:
-    """The same actions and observations, id by id, behind a prompt that carries the mark."""
-    prompt = chat_format(args.tokenizer).prompt(env.log[:2], mark)
-    start = trajectory.mask.index(1)
-    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=[0] * len(prompt) + trajectory.mask[start:],
-                   reward_token=mark)
-
-
-# ===== 12. The two stages ============================================================================================
-def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last batch of a pass is filled
-    up from its beginning: all batches, and so all processes' shares of them, have the same size."""
-    passed, number = divmod(step, math.ceil(n / batch))
-    order = list(range(n))
-    random.Random(f"{seed} {name} {passed}").shuffle(order)
-    return [order[(number * batch + i) % n] for i in range(batch)]
-
-
-def train_stage1(args, run: Run, data: list[Trajectory], model):
-    optimizer = torch.optim.AdamW(model.parameters(), args.stage1_lr, weight_decay=0)
-    steps = math.ceil(len(data) / args.stage1_batch) * args.epochs
-    done = run.resume("stage1", model, optimizer, args.resume)
-    run.forget_after("stage1", done)
-    bar = tqdm(range(done, steps), desc="stage 1", initial=done, total=steps, disable=run.processes.rank > 0)
-    for step in bar:
-        rows = run.processes.mine(batches(len(data), args.stage1_batch, step, args.seed, "stage1"))
-        metrics = rctp_step(model, optimizer, [data[row] for row in rows], args.rows_per_pass, args.max_grad_norm,
-                            run.processes.gather)
-        run.log("stage1", step, metrics)
-        bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
-        watch_skips(run, "stage1", step, metrics, [data[row] for row in rows])
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < steps:
-            run.save("stage1", step + 1, model, optimizer)
-    run.finish("stage1", model, args.tokenizer)
-
-
-def train_stage2(args, run: Run, train: list[dict], model):
-    processes, p = run.processes, {"rc-grpo": args.p_high, "grpo": 1.0 if args.init == "rctp" else None}[args.rl]
-    ref_model = copy.deepcopy(model).requires_grad_(False) if not processes.sharded else processes.whole_copy(model)
-    actor = processes.whole_copy(model) if processes.sharded else model
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
-    done = run.resume("stage2", model, optimizer, args.resume)
-    run.forget_after("stage2", done)
-    bar = tqdm(range(done, args.steps), desc="stage 2", initial=done, total=args.steps, disable=processes.rank > 0)
-    for step in bar:
-        if actor is not model:
-            processes.refresh(actor, model)
-        key = (args.seed, "stage2", step, processes.rank)
-        tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
-        policy = model_policy(actor, args, args.temperature, seeded(processes, *key, "sample"))
-        limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
-                  "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
-        metrics, trajectories = rcgrpo_step(
-            model, ref_model, optimizer, tasks, lambda task: BFCLEnv(task, args.protocol), policy, args.tokenizer,
-            G=args.group_size, p=p, stratified=args.stratified,
-            generator=torch.Generator().manual_seed(seeded(processes, *key, "marks").initial_seed()),
-            limits=limits, gather=processes.gather, temperature=args.temperature, clip=args.clip, beta=args.beta,
-            ratio=args.ratio, groups_per_pass=args.groups_per_pass, max_grad_norm=args.max_grad_norm,
-        )
-        run.log("stage2", step, metrics)
-        run.say(summary_line(step, args.steps, metrics))
-        watch_skips(run, "stage2", step, metrics, trajectories)
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < args.steps:
-            run.save("stage2", step + 1, model, optimizer)
-    run.finish("stage2", model, args.tokenizer)
-
-
-def summary_line(step: int, steps: int, m: dict) -> str:
-    number = lambda value: "-" if value is None else f"{value:.3f}"
-    return (f"step {step + 1}/{steps}  reward {number(m['reward'])} (high {number(m['reward_high'])} low "
-            f"{number(m['reward_low'])})  sigma_g {number(m['sigma'])}  zero {m['zero_std']:.0%}  entropy "
-            f"{number(m['entropy'])}  KL {number(m['kl'])}  grad {number(m['grad_norm'])}  truncated {m['truncated']:.0%}  "
-            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
-
-
-def watch_skips(run: Run, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
-    """One non-finite gradient is skipped; three in a row end the run, with the batch and the numbers kept to look at."""
-    run.skips = run.skips + 1 if metrics["skipped"] else 0
-    if metrics["skipped"]:
-        run.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}); step skipped")
-    if run.skips == 3:
-        file = run.folder / f"non-finite-{stage}-{step}-rank{run.processes.rank}.jsonl"
-        write_text(file, "".join(json.dumps(line) + "\n" for line in [metrics, *map(vars, trajectories)]))
-        raise SystemExit(f"three steps in a row had a non-finite gradient: stopped. The last batch is in {file}")
-
-
-# ===== 13. Evaluation ================================================================================================
-def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval for k successes of n."""
-    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
-    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
-
-
-def evaluate(args, run: Run, test: list[dict], model):
-    """Greedy rollouts of the test tasks for each goal; eval.json, trajectories.jsonl, and a table."""
-    lines = []
-    for goal in args.goals:
-        tasks = run.processes.mine(test)
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = model_policy(model, args, 0, seeded(run.processes, args.seed, "eval"))
-        with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
-            played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
-                             progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
-        lines += [{"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
-                   "reason": "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason,
-                   "calls": env.calls, "messages": env.log} for task, env, t in zip(tasks, envs, played)]
-    lines = run.processes.gather(lines)
-    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in args.goals}
-    if run.processes.rank == 0:
-        write_text(run.folder / "trajectories.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        write_text(run.folder / "eval.json", json.dumps({"arm": arm(args), "split": args.split, "protocol": args.protocol,
-                                                         "goals": results}, indent=1) + "\n")
-    run.say("\n" + table(arm(args), results))
-    return results
-
-
-def tally(lines: list[dict]) -> dict:
-    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
-    of = {category: [line for line in lines if f"multi_turn_{category}_" in line["id"]] for category in CATEGORIES}
-    counts = {name: (sum(line["reward"] == 1 for line in part), len(part)) for name, part in
-              {"overall": lines, **of}.items() if part}
-    return {name: {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)} for name, (k, n) in counts.items()}
-
-
-def table(name: str, results: dict) -> str:
-    """The paper's columns; k/n beside each percentage, because n is small."""
-    rows = [["arm", "goal", "overall", "95 % interval", *CATEGORIES]]
-    for goal, tallied in results.items():
-        low, high = tallied["overall"]["wilson95"]
-        cell = lambda c: f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
-        rows.append([name, goal, cell(tallied["overall"]), f"{100 * low:.1f} - {100 * high:.1f}",
-                     *(cell(tallied.get(category)) for category in CATEGORIES)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
-
-
-GOALS = {"high": HIGH, "low": LOW, "none": None}
-
-
-def arm(args) -> str:
-    return f"{args.init} + {args.rl}"
-
-
-# ===== 14. Settings and the plan =====================================================================================
-NOT_SETTINGS = {"out", "resume", "stage", "plan", "smoke", "tokenizer", "goals", "checkpoint_every"}  # may change in a run
-
-
-def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def add(flag, default, text, **kwargs):
-        kind = {} if "choices" in kwargs or "action" in kwargs else {"type": type(default) if default is not None else int}
-        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **kind, **kwargs)
-
-    add("--model", "Qwen/Qwen2.5-7B-Instruct", "any causal LM with a chat template: hub name or folder")
-    add("--init", "rctp", "stage 1: reward-conditioned, on experts alone, or none", choices=["rctp", "sft", "none"])
-    add("--rl", "rc-grpo", "stage 2: a mark for each rollout, plain GRPO, or none", choices=["rc-grpo", "grpo", "none"])
-    add("--split", "grouped", "train/test split: without leak, or the paper's", choices=["grouped", "paper"])
-    add("--protocol", "combined", "the paper's single prompt, or the leaderboard's turns", choices=["combined", "turns"])
-    add("--failures", "rollout", "failures for RCTP: of the base model, topped up by corrupted experts; or only those",
-        choices=["rollout", "corrupt"])
-    add("--out", "runs/bfcl", "folder of the run")
-    add("--stage", "all", "run one stage alone; what earlier ones left in --out is picked up",
-        choices=["all", "data", "stage1", "stage2", "eval"])
-    parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
-    add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
-    add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
-    add("--smoke", False, "every stage of every arm on a tiny random model; needs no GPU", action="store_true")
-    add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
-    add("--seed", 0, "seed of everything random")
-    add("--stage1-lr", 1e-5, "learning rate of stage 1")
-    add("--stage1-batch", 16, "trajectories per step of stage 1")
-    parser.add_argument("--epochs", type=int, help="passes over the data in stage 1 (default: the paper's, 5 for rctp, 2 for sft)")
-    add("--lr", 1e-6, "learning rate of stage 2")
-    parser.add_argument("--batch", type=int, help="tasks per step of stage 2 (default: the paper's, 256 for rc-grpo, 64 for grpo)")
-    add("--steps", 400, "steps of stage 2")
-    add("--group-size", 5, "G, rollouts per task")
-    add("--p-high", 0.5, "p, probability of the high mark")
-    add("--stratified", False, "exactly round(pG) high marks in every group", action="store_true")
-    add("--beta", 0.1, "weight of the KL to the stage-1 model")
-    add("--clip", 0.2, "clip range of the ratio")
-    add("--ratio", "token", "one rho per token or per trajectory", choices=["token", "trajectory"])
-    add("--temperature", 1.0, "of the rollouts in stage 2")
-    add("--failure-temperature", 0.7, "of the rollouts of the base model that become failures")
-    add("--max-grad-norm", 1.0, "gradient clipping")
-    add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
-    add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
-    add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
-    add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
-    add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
-        choices=["auto", "plain", "continuous"])
-    add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
-    add("--groups-per-pass", 1, "groups per forward pass in stage 2")
-    add("--checkpoint-every", 10, "steps between checkpoints")
-    parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
-    args = parser.parse_args(argv)
-    args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
-    args.batch = {"rc-grpo": 256, "grpo": 64, "none": 1}[args.rl] if args.batch is None else args.batch
-    args.goals = list(dict.fromkeys(args.goals))
-    for name, value in vars(args).items():
-        if type(value) is int and name not in ("seed", "limit") and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-        if type(value) is float and not value > 0 and name not in ("p_high", "beta", "failure_temperature"):
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if not 0 <= args.p_high <= 1 or args.beta < 0 or args.failure_temperature < 0 or args.limit < 0:
-        parser.error("--p-high must be between 0 and 1; --beta, --failure-temperature and --limit not negative")
-    return args
-
-
-def choose_tasks(args) -> tuple[list[dict], list[dict]]:
-    train, test = split_tasks(load_tasks(), args.split)
-    if args.limit:
-        length = lambda task: (sum(len(tool.text) for tool in task_tools(task).values()), task["id"])
-        train, test = sorted(train, key=length)[:args.limit], sorted(test, key=length)[:args.limit]
-    return train, test
-
-
+# ===== 16. The plan =========================================================================================
 def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
     rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
@@ -1351,50 +1396,7 @@ def expert_length(task: dict, args) -> int:
     return len(t.ids)
 
 
-# ===== 15. The pipeline ==============================================================================================
-def pipeline(args, processes: Processes):
-    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already."""
-    train, test = choose_tasks(args)
-    args.tokenizer = load_tokenizer(args.stage1 or args.model)
-    chat_format(args.tokenizer)  # a template that cannot work says so now
-    add_reward_tokens(args.tokenizer)
-    shares = {"--stage1-batch": args.stage1_batch if args.init != "none" else 0, "--batch": args.batch if args.rl != "none" else 0}
-    if uneven := [f"{flag} {n}" for flag, n in shares.items() if n % processes.size]:
-        raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
-    run = Run(args, processes)
-    if processes.rank == 0 and not args.smoke:
-        plan(args, train, test, processes.size, processes.cuda, memory_there(processes))
-    processes.gather([])
-
-    load = lambda path: load_model(path, args.tokenizer, processes, checkpointing=processes.cuda)
-    start = Path(args.stage1) if args.stage1 else run.folder / "stage1" if args.init != "none" else None
-    if args.init != "none" and not args.stage1 and args.stage in ("all", "data", "stage1") and not start.exists():
-        data = make_data(args, run, train, lambda: load(args.model))
-        if args.stage != "data":
-            train_stage1(args, run, data, load(args.model))
-    if args.stage == "data":
-        return
-    start = start or Path(args.model)
-    if args.init != "none" and not start.exists():
-        raise SystemExit(f"there is no stage-1 model in {start}: run --stage stage1 first, or give --stage1 DIR")
-    final = run.folder / "model"
-    if args.rl != "none" and args.stage in ("all", "stage2") and not final.exists():
-        train_stage2(args, run, train, load(str(start)))
-    if args.stage in ("all", "eval"):
-        if args.rl != "none" and not final.exists():
-            raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
-        model = load(str(start if args.rl == "none" else final))
-        evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
-    if run.board:
-        run.board.close()
-
-
-def memory_there(processes: Processes) -> int:
-    if processes.cuda:
-        return torch.cuda.mem_get_info(processes.device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
-
-
+# ===== 17. A tiny run of everything =========================================================================
 SMOKE = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 --max-new-tokens 24 --max-tokens 8192 "
          "--checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
 SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
