@@ -12,8 +12,8 @@ RC-GRPO puts a reward token into the prompt and lets it vary within the group:
 Afterwards the model is used under <|high_reward|>. The reward itself never looks at the token.
 
 Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R
-the reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the stage-1 data. In
-shapes: N trajectories, T action tokens (at most), L tokens and M action tokens of a pass, V vocabulary.
+the reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the stage-1 data.
+In shapes: N trajectories, T action tokens (at most), L tokens and M action tokens of a pass, V vocabulary.
 
 Where this file departs from the paper, or fills in what it leaves open:
   1. rho is one ratio per token, averaged over tokens, as in the authors' framework; ratio="trajectory" is eq.
@@ -302,7 +302,7 @@ def group_advantages(rewards, groups, eps=1e-6):
 #   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
 #         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1,
+# All three policies are asked under the same r_j. On the first pass after sampling pi_theta = pi_old: rho = 1,
 # nothing clips (with one update a batch, as in the paper, nothing ever does), and L is about 0, as advantages
 # sum to 0 in a group (long rollouts weigh more, per token). Its gradient, -mean[A grad log pi], is not 0.
 
@@ -606,7 +606,7 @@ def pack(trajectories):
     """Lay trajectories out as drawn above.
 
     Returns ids and positions (L,); layout: for each group [prefix length, continuation lengths ...]; readout
-    (M,): the place that predicts each action token; targets (M,): that token. M runs through the trajectories.
+    (M,): the place that predicts each action token; targets (M,): that token; all in the rows' order.
     """
     ids, positions, layout, readout = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
@@ -634,8 +634,8 @@ def shared_prefix(trajectories):
 def group_attention(module, query, key, value, attention_mask, layout, scaling=None, **kwargs):
     """Attention over the layout of `pack`.
 
-    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D). Sliding windows are left out:
-    `packs` sees to it that no row is longer than the window.
+    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D). Sliding windows are left
+    out: `packs` sees to it that no row is longer than the window.
     """
     extras = ("softcap", "s_aux", "sinks", "position_bias", "indices")
     extras = [name for name in extras if kwargs.get(name) is not None]
@@ -709,8 +709,8 @@ def trial(model, what, compare):
             except Exception as error:  # whatever a model says to a layout or a cache that it does not know
                 trials[key] = str(error).partition("\n")[0] or type(error).__name__
         if trials[key]:
-            warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, right "
-                          f"but slower: {trials[key]}", stacklevel=4)
+            warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, "
+                          f"right but slower: {trials[key]}", stacklevel=4)
     return trials[key]
 
 
@@ -743,8 +743,8 @@ def attention_window(config):
 def context_length(config):
     """Tokens that a row may have: the model's positions, or fewer where its rope changes with the length.
 
-    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes a
-    limit: what was sampled token by token before it could not be scored after it.
+    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes
+    a limit: what was sampled token by token before it could not be scored after it.
     """
     config = config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None)]
@@ -760,19 +760,19 @@ def check_rows(model, rows):
     """ValueError for rows of ids that the model cannot read: too long, or with ids that have no embedding."""
     longest_row, context = max(map(len, rows), default=0), context_length(model.config)
     if longest_row > context:
-        raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or the "
-                         "length at which its rope changes): lower max_tokens")
+        raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or "
+                         "the length at which its rope changes): lower max_tokens")
     largest = max((max(ids) for ids in rows if ids), default=0)
     if largest >= (known := model.get_input_embeddings().weight.shape[0]):
-        raise ValueError(f"token id {largest}, and the model has {known} embeddings: tokens were added to the "
-                         "tokenizer alone; call add_reward_tokens(tokenizer, model)")
+        raise ValueError(f"token id {largest}, and the model has {known} embeddings: tokens were added to "
+                         "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
 
 
 def passes(model, trajectories, tokens_per_pass, gather=list):
-    """The rows of each forward pass: at most tokens_per_pass tokens, shared prefixes counted once; longest first.
+    """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
 
-    A group that does not fit into a pass is split; a longer single row is a pass of its own. All processes make
-    the same number of passes, the last ones empty where there is less to do.
+    Long groups come first. One that does not fit is split; a longer single row is a pass of its own. All
+    processes make the same number of passes, the last ones empty where there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
@@ -805,8 +805,8 @@ def reference_logprobs(ref_model, trajectories, temperature):
 
 
 def silence(model):
-    """Evaluation mode: no dropout, no router noise. Gradient checkpointing, which the library does in training
-    mode only, stays on: its layers (and nothing in them) are told that they train, until they are really run."""
+    """Evaluation mode: no dropout, no router noise. Gradient checkpointing, which the library has in training
+    mode only, stays on: its layers, and nothing in them, are told that they train, until they really run."""
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
@@ -828,8 +828,8 @@ def _run_silently(run, forward, *args):
 
 
 # ===== B. Envs and policies =================================================================================
-# Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed. A model is
-# sampled from exactly softmax(logits / temperature), and what a conversation has said is read once.
+# Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed. A model
+# is sampled from exactly softmax(logits / temperature), and what was said in a conversation is read once.
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -858,7 +858,7 @@ def open_envs(envs, reward_tokens, groups, limits, closing):
 
 
 def ask(env, row, turn, method, *arguments):
-    """Call a method of an env and check its answer. Whatever goes wrong, the error names env, row and turn."""
+    """Call a method of an env and check its answer. Whatever goes wrong, the error names env, row, turn."""
     name = f"env {row} ({type(env).__name__}), turn {turn}: env.{method}()"
     try:
         answer = getattr(env, method)(*arguments)
@@ -892,7 +892,7 @@ def checked_actions(sampled, expected):
 
 
 def scripted_policy(texts, tokenizer):
-    """A policy for one conversation that says `texts` in order. A generator may look at its env before each."""
+    """A policy for one conversation that says `texts` in order. A generator may look at its env first."""
     texts, chat = iter(texts), chat_format(tokenizer)
 
     def policy(prompts):
@@ -916,9 +916,9 @@ def check_script(policy, trajectories):
 def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
-    prompts: N lists of ids.  stop_ids: an action ends with the first of these (kept), or after max_new_tokens.
-    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the log-probs
-    of appendix A are those of the distribution sampled here.
+    prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
+    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the
+    log-probs of appendix A are those of the distribution sampled here.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -926,8 +926,8 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
 def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generator=None, cache_tokens=2**17):
     """A policy that samples the model as `sample` does, and reads only what is new in a conversation.
 
-    generator: of the draws, on the model's device.  cache_tokens: most tokens, padding included, whose keys and
-    values are held at a time; a call that needs more samples in parts, and the next turn reads again.
+    generator: of the draws, on the model's device.  cache_tokens: most tokens, padding included, whose keys
+    and values are held at a time; a call that needs more samples in parts, and the next turn reads again.
     `rcgrpo_step` scores at its `temperature`. What it has read is forgotten when the weights change.
     """
     stop_ids = chat_format(tokenizer).stop_ids
@@ -935,7 +935,7 @@ def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generato
 
 
 class ModelPolicy:
-    """What `model_policy` returns. Of each conversation it keeps the ids that it has read, their keys and values."""
+    """What `model_policy` returns. It keeps the ids that it has read in each conversation, cached."""
 
     READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
 
@@ -990,14 +990,14 @@ class ModelPolicy:
             different = list(dict.fromkeys(map(tuple, prompts)))
             self._begin(len(different))
             if len(different) < len(prompts):  # the rollouts of a task under one reward token: read it once
-                self._feed([prompt[:-1] for prompt in different])
+                self._feed([list(prompt[:-1]) for prompt in different])
             rows = [different.index(tuple(prompt)) for prompt in prompts]
         self._select(rows)
         logits = self._feed([prompt[len(read) :] for prompt, read in zip(prompts, self.read)])  # (N, V)
         return self._draw(prompts, logits, self._feed)
 
     def _sample_alone(self, prompts):
-        """One row, for models that padding disturbs: with the library's cache for it, or if need be with none."""
+        """One row, for models that padding disturbs: with the library's cache for it, or with none."""
         cached, read = not trial(self.model, "read in pieces", caching_trial), []
         cache = DynamicCache(config=self.model.config) if cached else None
 
@@ -1013,7 +1013,7 @@ class ModelPolicy:
     def _begin(self, rows):
         """Forget everything. An empty cache for this many rows."""
         self.read = [[] for _ in range(rows)]
-        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # (rows, slots): no padding
+        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # slots, not padding
         self.cache = DynamicCache()  # without a config all layers keep all slots
         self.weights = weights_version(self.model)
 
@@ -1031,7 +1031,7 @@ class ModelPolicy:
         return rows if len(rows) == len(prompts) else None
 
     def _select(self, rows):
-        """Keep these rows of the cache, perhaps more than once, and of their slots the real ones, at the end."""
+        """Keep these rows of the cache, some perhaps twice, and of their slots the real ones, at the end."""
         real = self.real[rows]  # (N, slots)
         padding = real.shape[1] - int(real.sum(1).max())
         order = real.byte().argsort(dim=1, stable=True)[:, padding:]
@@ -1040,18 +1040,16 @@ class ModelPolicy:
                 layer.keys = pick_slots(layer.keys[rows], order)
                 layer.values = pick_slots(layer.values[rows], order)
         self.real = real.gather(1, order)
-        self.read = [list(self.read[row]) for row in rows]
+        self.read = [self.read[row] for row in rows]
 
     def _feed(self, new):
         """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
-        width, past, logits = max(map(len, new)), self.real.shape[1], None
-        block = torch.zeros(len(new), width, dtype=torch.long)
-        for row, ids in enumerate(new):
-            block[row, width - len(ids) :] = torch.tensor(ids, dtype=torch.long)  # padded on the left
-            self.read[row].extend(ids)
-        lengths = torch.tensor([len(ids) for ids in new])
-        real = torch.arange(width) >= width - lengths[:, None]
-        block, self.real = block.to(self.real.device), torch.cat([self.real, real.to(self.real.device)], 1)
+        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
+        padding = [width - len(ids) for ids in new]  # on the left: the last column is real
+        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
+        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
+        self.real = torch.cat([self.real, real], 1)
+        self.read = [read + ids for read, ids in zip(self.read, new)]
         positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
         step = max(1, self.READ_AT_ONCE // len(new))
         for start in range(0, width, step):
@@ -1061,7 +1059,7 @@ class ModelPolicy:
         return logits
 
     def _draw(self, prompts, logits, feed):
-        """Sample token by token. Rows that are over stay in the draw, so that others do not depend on them."""
+        """Sample token by token. Rows that are over stay in the draw: others do not depend on them."""
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         while True:
@@ -1125,8 +1123,8 @@ def caching_trial(model, ids):
 
 
 # ===== C. Chat templates ====================================================================================
-# Promise: a conversation that is appended piece by piece has the ids that the template and the tokenizer give it as a
-# whole; control tokens come from the frame only, never from what a user or a tool says; what cannot be so is refused.
+# Promise: a conversation that is appended piece by piece has the ids that template and tokenizer give it as a
+# whole; control tokens come from the frame, never from what a user or a tool says; all else is refused.
 
 import json
 from functools import lru_cache
@@ -1137,8 +1135,8 @@ from tokenizers import Tokenizer
 def chat_format(tokenizer, **template):
     """The tokenizer's ChatFormat, built once (and again when its tokens, template or end token have changed).
 
-    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can be given wherever this
-    file takes a tokenizer. Raises ValueError, in one line, for templates that a conversation cannot be built from.
+    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can stand wherever
+    this file takes a tokenizer. ValueError, in one line, for templates that cannot be built upon.
     """
     if isinstance(tokenizer, ChatFormat):
         return tokenizer
@@ -1154,12 +1152,11 @@ def _chat_format(tokenizer, state, template):
 class ChatFormat:
     """A chat template, cut into pieces.
 
-    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>, ...) become ids only
-    where the template, a system prompt or inject_reward_token put them. The same characters inside a user's or a tool's
-    text are encoded as ordinary text. An assistant message of the opening may hold those that are not special, and a
-    system prompt all but reward tokens.
-    A template without tool messages is used with user messages in their place.
-    If its assistant header opens a thought (<think>), a script closes it at once, as the template closes an empty one.
+    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>) become ids
+    where the template, a system prompt or inject_reward_token put them. The same characters in what a user or
+    a tool says are ordinary text. (An assistant message of the opening may hold those that are not special, a
+    system prompt all but reward tokens.) A template without tool messages is given user messages instead. If
+    its assistant header opens a thought (<think>), a script closes it, as the template closes an empty one.
     """
 
     HIDDEN = "\ue000"  # \ue000<number>\ue000 stands for a control token spelt in somebody's text
@@ -1168,8 +1165,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer, **template):
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template, or use an instruct "
-                             "model")
+            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template")
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
@@ -1180,37 +1176,37 @@ class ChatFormat:
         stand_ins = [self.HIDDEN, self.ANSWER]
         special = [content for content, (_, t) in added.items() if t.special]
         self.hide_all = any_of([*self.control, *stand_ins])
-        self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]), "assistant": any_of([*special, *stand_ins])}
+        self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
+                          "assistant": any_of([*special, *stand_ins])}
         self.plain = without_control_tokens(tokenizer, self.control)
         self._read_frame()
         if problem := self._problem():
             self.tools_as_user = True
             if self._problem():
                 raise ValueError(f"this chat template cannot be used: {problem}")
-            warnings.warn(f"tool results are shown as user messages, as of the template {problem}", stacklevel=4)
+            warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
         if reward_token is not None and reward_token not in self.control:
-            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, "
-                             "model)")
+            raise ValueError(f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
         messages, hidden = self._hide_control_tokens(messages)
         if reward_token is not None:
             messages = inject_reward_token(messages, reward_token)
         return self._encode(self._render(messages, generate=True), hidden)
 
     def suffix(self, messages):
-        """Ids that follow the assistant's end token: the template's framing of `messages` and the next header."""
+        """Ids that follow the assistant's end token: `messages` in their frame, and the next header."""
         messages, hidden = self._hide_control_tokens(messages)
         return self._encode(self._after_answer(messages), hidden)[1:]
 
     def action(self, text):
-        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
+        """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         return [*self._encode(self.close_thought), *ids, self.end_of_turn]
 
     def text(self, action_ids):
-        """What an env is given to read: the sampled ids as text, without end token, with its opening <think> if any."""
+        """What an env is given to read: the sampled text, with its header's <think>, without end token."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not self.close_thought:
@@ -1225,19 +1221,19 @@ class ChatFormat:
             raise ValueError("this chat template cannot be used: it has no generation prompt")
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        ends = [self._encode(end)[:1] for end in (ended, ended_last)]
-        if not ended or ends[0][0] not in self.control.values():
-            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added "
-                             f"token, not with {ended[:20]!r}")
-        (self.end_of_turn,) = ends[0]
-        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
+        ends = [self.frame_pattern.match(end) for end in (ended, ended_last)]
+        if not ends[0]:
+            raise ValueError("this chat template cannot be used: an assistant turn must be closed by an "
+                             f"added token, not by {ended[:20]!r}")
+        self.end_of_turn = self.control[ends[0][0]]
+        self.stop_ids = {self.control[end[0]] for end in ends if end} | {self.tokenizer.eos_token_id} - {None}
         self.close_thought = ""
         if header.rstrip().endswith("<think>") and not before.startswith(header):
             native = before_last.startswith(header)
             self.close_thought = before_last[len(header) :] if native else "\n</think>\n\n"
 
     def _problem(self):
-        """What is wrong with a conversation of all kinds of messages, appended, against the same as a whole; or None."""
+        """What is wrong with a conversation of all kinds of messages, appended and as a whole; or None."""
         roles = ("user", "assistant", "tool", "tool", "assistant", "user")
         texts = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
@@ -1267,8 +1263,8 @@ class ChatFormat:
         if self.tools_as_user:
             messages = tools_to_user(messages)
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate,
-                                                      **self.template)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, **self.template)
         except Exception as error:  # jinja's own errors, and whatever a template calls
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"it fails on messages of {roles}: {type(error).__name__}: {error}") from error
@@ -1286,7 +1282,7 @@ class ChatFormat:
 
         for message in messages:
             pattern = self.hide_less.get(message["role"], self.hide_all)
-            content = message["content"].encode("utf-8", "replace").decode()  # nothing encodes lone surrogates
+            content = message["content"].encode("utf-8", "replace").decode()  # lone surrogates have no ids
             out.append({**message, "content": pattern.sub(hide, content)})
         return out, hidden
 
@@ -1317,7 +1313,7 @@ def any_of(texts):
 
 
 def tools_to_user(messages):
-    """The same with tool results said by the user; neighbours become one message, as such templates want turns."""
+    """The same with tool results said by the user; what he says in a row becomes one message."""
     merged = []
     for message in messages:
         role = "user" if message["role"] == "tool" else message["role"]
@@ -1329,7 +1325,7 @@ def tools_to_user(messages):
 
 
 def without_thoughts(text):
-    """Templates drop the thoughts of earlier turns; ours stay where they were sampled. Empty ones make no difference."""
+    """Templates drop the thoughts of earlier turns, ours stay: empty ones make no difference."""
     return re.sub(r"<think>\s*</think>\s*", "", text)
 
 
@@ -1344,7 +1340,7 @@ def without_control_tokens(tokenizer, control):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
     spec.update(post_processor=None, truncation=None, padding=None)
     model = spec["model"]
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; these get a name that nothing spells
+    if isinstance(model["vocab"], list):  # Unigram, [piece, score] by id: a name that nothing spells
         for i, (piece, score) in enumerate(model["vocab"]):
             if piece in control and i != model.get("unk_id"):
                 model["vocab"][i] = [f"\ue002{i}", score]
@@ -1358,11 +1354,11 @@ def without_control_tokens(tokenizer, control):
 
 
 # ===== D. The optimizer step ================================================================================
-# Promise: what would train wrongly is refused before anything is paid for; a gradient that is not finite does nothing.
+# Promise: what would train wrongly is refused before it costs anything; a gradient not finite does nothing.
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns grad_norm and skipped.
+    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns metrics.
 
     A gradient that is not finite is thrown away: skipped = 1, and the weights stay as they were.
     """
@@ -1386,13 +1382,13 @@ def check_trainable(optimizer, trajectories):
 
 
 def check_step(ref_model, optimizer, policy, settings):
-    """For stage 2, before rollouts are paid for. Returns the settings of the update with the policy's temperature."""
+    """For stage 2, before the rollouts. Returns the update's settings with the policy's temperature."""
     check_update(ref_model, optimizer, settings.get("beta", 0.1))
     scored_at = settings.get("temperature", getattr(policy, "temperature", 1.0))
     sampled_at = getattr(policy, "temperature", scored_at)
     if scored_at != sampled_at or not sampled_at > 0:
-        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave it "
-                         "to a policy whose temperature is above 0")
+        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave "
+                         "it to a policy whose temperature is above 0")
     return {**settings, "temperature": sampled_at}
 
 
@@ -1403,7 +1399,7 @@ def check_update(ref_model, optimizer, beta):
 
 
 def check_precision(optimizer):
-    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of bf16 (or fp16) weights."""
+    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of 16-bit weights."""
     for group in getattr(optimizer, "param_groups", []):
         coarse = [p.detach() for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)]
         lr = group.get("initial_lr", group["lr"])
@@ -1412,7 +1408,7 @@ def check_precision(optimizer):
         size = sum(p.abs().sum(dtype=torch.float32).item() for p in coarse) / sum(p.numel() for p in coarse)
         if lr < size * torch.finfo(coarse[0].dtype).eps / 4:
             raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (mean size "
-                             f"{size:.2g}): train fp32 master weights, under torch.autocast if memory is short")
+                             f"{size:.2g}): train fp32 master weights, under autocast if memory is short")
 
 
 # ===== E. The two new tokens ================================================================================
@@ -1424,8 +1420,8 @@ from transformers import AddedToken
 def add_reward_tokens(tokenizer, model=None):
     """Teach tokenizer and model (if given) the two reward tokens. Idempotent: a second call changes nothing.
 
-    Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows, only when
-    the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
+    Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
+    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
     """
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
@@ -1437,7 +1433,7 @@ def add_reward_tokens(tokenizer, model=None):
 
     rows_before = model.get_input_embeddings().weight.shape[0]
     if hasattr(model.get_input_embeddings().weight, "full_tensor"):
-        raise RuntimeError("the model is sharded: call add_reward_tokens(tokenizer, model) before fully_shard")
+        raise RuntimeError("the model is sharded: call add_reward_tokens before fully_shard")
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
@@ -1451,10 +1447,10 @@ def add_reward_tokens(tokenizer, model=None):
 
 @torch.no_grad()
 def _init_reward_rows(weight, ids, known_rows):
-    """Set the rows to mean +- d, d random, orthogonal to the mean, as long as a usual deviation or as the mean.
+    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as a usual deviation or the mean.
 
-    Library resizing draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are of
-    the usual norm and at least 90 degrees apart. With a fixed generator every process draws the same rows.
+    The library draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are
+    of the usual norm and at least 90 degrees apart. A fixed generator: every process draws the same rows.
     """
     rows = known_rows.float()
     rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
