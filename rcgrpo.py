@@ -208,6 +208,8 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     action is not executed. An env or a policy that fails or breaks its contract is an error; envs are closed.
     """
     with ExitStack() as closing:
+        if hasattr(policy, "close"):  # what it has read takes memory that the update needs
+            closing.callback(policy.close)
         envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, closing, max_turns=max_turns,
                                                       max_tokens=max_tokens, threads=threads)
         chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
@@ -955,6 +957,10 @@ class ModelPolicy:
             sampled.update(zip(rows, self._sample_alone(some) if alone else self._sample_together(some)))
         self.model.train(training)
         return [sampled[row] for row in range(len(prompts))]
+
+    def close(self):
+        """Forget what was read, and free its memory. The next call reads anew."""
+        self._begin(0)
 
     def _parts(self, prompts):
         """Rows that are sampled together: all, if their keys and values fit."""

@@ -12,12 +12,14 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import random
 import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -31,6 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a model t
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
@@ -47,7 +50,7 @@ from rcgrpo import (
     collect_groups, group_advantages, group_metrics, inject_reward_token, rcgrpo_step, rcgrpo_update, rctp_loss,
     rctp_step, rollout, sample, sample_reward_tokens, scripted_policy,
 )
-from train_bfcl import BFCLEnv, expert_turns, parse_tool_calls
+from train_bfcl import BFCLEnv, DTensor, expert_turns, parse_tool_calls
 
 torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
@@ -2393,62 +2396,248 @@ def test_a_call_leaves_no_thread_no_cache_no_output_and_no_setting_behind(capfd,
 # train_bfcl.py 8. Two processes, and the whole script
 # ======================================================================================================================
 
-TWO_PROCESSES = """
-import copy, json, os, sys, torch
+def launch(n, function, *arguments, timeout=60):
+    """Run function(*arguments) in n processes, as torchrun would; their exit codes (None: it had to be killed)."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    server = multiprocessing.get_context("forkserver")  # it imports this file once, not once for each process
+    server.set_forkserver_preload([__name__])
+    ranks = [server.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments)) for rank in range(n)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.02)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return codes
+
+
+def as_rank(environment, function, arguments):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def dealt(batch, processes):
+    """This process's groups."""
+    groups = processes.mine(list(rcgrpo.rows_by_group([t.group for t in batch]).values()))
+    return [batch[row] for rows in groups for row in rows]
+
+
+def train_a_little(out, kind, tied, checkpointing, offload=False):
+    """Two steps of both stages, with a pi_ref; plain SGD, so that weights are the sum of the gradients."""
+    processes = bfcl.Processes(offload)
+    batch, model = rl_batch(), tiny_model(50, tie_word_embeddings=tied)
+    if kind == "silent":  # one process has only truncated rollouts, without variance and without an action
+        batch = [t if t.group else Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    model, ref = processes.shard(model), processes.reference(tiny_model(50, seed=1, tie_word_embeddings=tied))
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.3), []
+    settings = {"max_grad_norm": math.inf, "gather": processes.gather}
+    for _ in range(2):
+        if kind != "silent":
+            seen.append(rctp_step(model, optimizer, dealt(batch, processes), 16, **settings))
+        seen.append(rcgrpo_update(model, ref, optimizer, dealt(batch, processes), tokens_per_pass=30, **settings))
+        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # nothing gathered is left
+    whole = processes.whole_copy(model)
+    draws = sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample"))
+    draws = processes.gather([draws])
+    if processes.sharded:
+        with pytest.raises(RuntimeError, match="before fully_shard"):
+            add_reward_tokens(byte_level_tokenizer(), model)
+    if processes.rank == 0:
+        torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, out)
+    processes.leave()
+
+
+@pytest.mark.parametrize("kind, tied, checkpointing", [("usual", True, True), ("usual", False, False), ("silent", False, True)])
+def test_bfcl_sharded_processes_make_the_update_of_one_and_sample_differently(tmp_path, kind, tied, checkpointing):
+    train_a_little(tmp_path / "plain", kind, tied, checkpointing)
+    assert launch(1, train_a_little, tmp_path / "offloaded", kind, tied, checkpointing, True) == [0]
+    assert launch(2, train_a_little, tmp_path / "two", kind, tied, checkpointing) == [0, 0]
+    plain, *others = (torch.load(tmp_path / name) for name in ("plain", "offloaded", "two"))
+    before = tiny_model(50, tie_word_embeddings=tied)
+    assert max((a - b).abs().max() for a, b in zip(plain["weights"], before.parameters())) > 1e-2  # it trains
+    for other in others:
+        for a, b in zip(plain["weights"], other["weights"], strict=True):
+            assert (a - b).abs().max() < 2e-6
+        for a, b in zip(plain["seen"], other["seen"], strict=True):
+            assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+        assert other["draws"][0] == plain["draws"][0]
+    assert others[1]["draws"][0] != others[1]["draws"][1]
+
+
+def test_bfcl_copies_have_the_buffers_too():
+    config = AutoConfig.for_model("glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1,
+                                  topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
+    biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
+    assert biases
+    copied = bfcl.Processes().whole_copy(model)
+    for bias in biases:
+        bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
+    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
+    bfcl.Processes().refresh(copied, model)
+    assert torch.equal(copied(ids).logits, model(ids).logits) and not copied.training
+    assert not any(p.requires_grad for p in copied.parameters())
+
+
+def a_run(folder, processes):
+    """What writes and reads checkpoints, without the rest of the run folder."""
+    run = object.__new__(bfcl.Run)
+    vars(run).update(folder=folder, checkpoints=folder / "checkpoints", processes=processes)
+    return run
+
+
+def train_save_resume(folder, start, steps, out, offload=False):
+    """Steps of both stages from `start` (a checkpoint, if not 0) on; a checkpoint after each; out: the weights."""
+    processes = bfcl.Processes(offload)
+    run, model = a_run(folder, processes), processes.shard(tiny_model(50, tie_word_embeddings=True))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4, weight_decay=0)
+    ref = processes.reference(tiny_model(50, seed=1, tie_word_embeddings=True))
+    done = run.resume("stage2", model, optimizer, True)
+    assert done == start
+    for step in range(done, done + steps):
+        batch = dealt(rl_batch(step), processes)
+        rctp_step(model, optimizer, batch, gather=processes.gather)
+        rcgrpo_update(model, ref, optimizer, batch, gather=processes.gather)
+        run.save("stage2", step + 1, model, optimizer)
+    whole = processes.whole_copy(model)
+    if out and processes.rank == 0:
+        torch.save(whole.state_dict(), out)
+    processes.leave()
+
+
+def test_bfcl_checkpoints_resume_bit_for_bit_and_on_another_number_of_processes(tmp_path):
+    ended = {}
+    for n in (1, 2):
+        runs = {name: tmp_path / f"{n} {name}" for name in ("whole", "killed", "moved", "offloaded")}
+        assert launch(n, train_save_resume, runs["whole"], 0, 4, runs["whole"] / "out") == [0] * n
+        assert launch(n, train_save_resume, runs["killed"], 0, 2, None) == [0] * n
+        assert sorted(p.name for p in (runs["killed"] / "checkpoints").iterdir()) == ["stage2-000001", "stage2-000002"]
+        shutil.copytree(runs["killed"], runs["moved"])
+        shutil.copytree(runs["killed"], runs["offloaded"])
+        assert launch(n, train_save_resume, runs["killed"], 2, 2, runs["killed"] / "out") == [0] * n
+        assert launch(3 - n, train_save_resume, runs["moved"], 2, 2, runs["moved"] / "out") == [0] * (3 - n)
+        assert launch(1, train_save_resume, runs["offloaded"], 2, 2, runs["offloaded"] / "out", True) == [0]
+        ended[n] = {name: torch.load(folder / "out") for name, folder in runs.items()}
+    for n, states in ended.items():
+        whole = states.pop("whole")
+        assert all(torch.equal(whole[name], tensor) for name, tensor in states["killed"].items())
+        for other in states.values():
+            assert max((whole[name] - tensor).abs().max() for name, tensor in other.items()) < 1e-6
+        begun = tiny_model(50, tie_word_embeddings=True).state_dict()
+        assert max((whole[name] - tensor).abs().max() for name, tensor in begun.items()) > 1e-3
+
+
+def test_bfcl_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    train_save_resume(tmp_path, 0, 3, None)
+    second, third = sorted((tmp_path / "checkpoints").iterdir())  # two are kept
+    (shards,) = third.glob("*.distcp")
+    shards.write_bytes(shards.read_bytes()[:1000])
+    train_save_resume(tmp_path, 2, 1, None)
+    assert "stage2-000003 cannot be read" in "".join(capsys.readouterr())
+    train_save_resume(tmp_path, 3, 0, None)  # written anew
+    for folder in (tmp_path / "checkpoints").iterdir():
+        (folder / ".metadata").write_bytes(b"half")
+    with pytest.raises(SystemExit, match="no checkpoint in .* can be read"):
+        train_save_resume(tmp_path, 3, 0, None)
+
+
+def test_bfcl_a_full_disk_while_saving_costs_nothing_that_was_saved(tmp_path, monkeypatch):
+    train_save_resume(tmp_path, 0, 1, None)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(SystemExit, match="No space left.*\n.*--resume"):
+            train_save_resume(tmp_path, 1, 1, None)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["stage2-000001"]
+    train_save_resume(tmp_path, 1, 1, None)
+
+
+def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_alone(tmp_path):
+    assert launch(1, save_tied, tmp_path / "model", True) == [0]
+    names = [name for file in (tmp_path / "model").glob("*.safetensors") for name in safe_open(file, "pt").keys()]
+    assert names and "lm_head.weight" not in names
+    loaded, model = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_model(50, tie_word_embeddings=True)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def save_tied(folder, offload):
+    processes = bfcl.Processes(offload)
+    model = processes.shard(tiny_model(50, tie_word_embeddings=True))
+    bfcl.save_model(model, byte_level_tokenizer(), folder, processes)
+
+
+def fails(*args, **kwargs):
+    raise LookupError("no such luck")
+
+
+def failing_run(place, folder):
+    """A step of stage 2 and a checkpoint in which everybody waits for everybody; the second process fails."""
+
+    def pipeline(args, processes):
+        model = processes.shard(tiny_model(400))
+        ref, tokenizer, optimizer = processes.reference(model), byte_level_tokenizer(), torch.optim.AdamW(model.parameters())
+        if processes.rank == 1:
+            if place == "update":
+                rcgrpo.clipped_policy_loss = fails
+            if place == "rollout":
+                Echo.step = fails
+            if place == "save":
+                bfcl.training_state = fails
+        end = chat_format(tokenizer).end_of_turn
+        policy = lambda prompts: [[7 + row, end] for row in range(len(prompts))]
+        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(), policy, tokenizer, G=2, p=None, gather=processes.gather,
+                    mine=processes.mine)
+        a_run(folder, processes).save("stage2", 1, model, optimizer)
+
+    bfcl.pipeline = pipeline
+    bfcl.main(["--out", str(folder)])
+
+
+@pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
+def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, place):
+    start = time.monotonic()
+    codes = launch(2, failing_run, place, tmp_path)
+    assert codes == [0, 0] if place == "nowhere" else codes[1] == 1 and codes[0] != 0
+    assert time.monotonic() - start < 40
+
+
+def test_bfcl_a_process_that_dies_ends_the_others_within_a_minute(tmp_path):
+    script = """
+import os, sys
 sys.path.insert(0, sys.argv[1])
-import test_rcgrpo as spec, train_bfcl as bfcl, rcgrpo
-torch.set_num_threads(1)
+import train_bfcl as bfcl
 processes = bfcl.Processes()
-model, ref = spec.tiny_model(50), spec.tiny_model(50, seed=1)
-batch = spec.rl_batch()
-if sys.argv[3] == "silent":  # one process has only truncated rollouts, without variance and without an action
-    batch = [t if t.group else rcgrpo.Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
-mine = [t for t in batch if processes.size == 1 or t.group == processes.rank]
-model = processes.shard(model)
-try:
-    processes.sharded and rcgrpo.add_reward_tokens(spec.byte_level_tokenizer(), model)
-    raise AssertionError("a sharded model must be refused")
-except RuntimeError as error:
-    assert "before fully_shard" in str(error)
-except AssertionError:
-    assert not processes.sharded
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-seen = []
-for step in range(2):
-    seen.append(rcgrpo.rctp_step(model, optimizer, [t for t in mine if any(t.mask)] or spec.rl_batch()[:1], 1, 1.0, processes.gather)
-                if sys.argv[3] != "silent" else {})
-    seen.append(rcgrpo.rcgrpo_update(model, ref, optimizer, mine, beta=0.1, gather=processes.gather))
-whole = processes.whole_copy(model) if processes.sharded else model
-draws = rcgrpo.sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample"))
-draws = processes.gather([draws])
-if processes.rank == 0:
-    torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, sys.argv[2])
-processes.leave()
+processes.gather([1])
+if processes.rank == 1:
+    os._exit(7)
+processes.gather([2])
 """
+    start = time.monotonic()
+    result = torchrun(tmp_path, 2, script)
+    assert result.returncode != 0 and "exitcode" in result.stderr and time.monotonic() - start < 60
 
 
-def torchrun(tmp_path, n, *argv, script=TWO_PROCESSES, timeout=150):
+def torchrun(tmp_path, n, script, *argv, timeout=150):
     (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else [sys.executable]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True, timeout=timeout,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("kind", ["usual", "silent"])
-def test_two_processes_make_the_update_of_one_and_sample_differently(tmp_path, kind):  # [L4] [L6] [D1] [D5] [R6]
-    runs = []
-    for n in (1, 2):
-        result = torchrun(tmp_path, n, tmp_path / f"{n}.pt", kind)
-        assert result.returncode == 0, result.stderr[-3000:]
-        runs.append(torch.load(tmp_path / f"{n}.pt"))
-    for one, two in zip(runs[0]["weights"], runs[1]["weights"], strict=True):
-        assert (one - two).abs().max() < 1e-5
-    for one, two in zip(runs[0]["seen"], runs[1]["seen"]):
-        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-    assert runs[1]["draws"][0] != runs[1]["draws"][1] and runs[1]["draws"][0] == runs[0]["draws"][0]
-
-
-def test_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):  # [D3] [D4]
+def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
     script = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -2465,29 +2654,13 @@ bfcl.Run.log = dies
 bfcl.main(sys.argv[4:])
 """
     flags = lambda name: ["--model", base, "--out", tmp_path / name, *TINY]
-    assert torchrun(tmp_path, 2, "never", "0", *flags("whole"), script=script).returncode == 0
-    assert torchrun(tmp_path, 2, "stage2", "2", *flags("x"), script=script).returncode != 0
+    assert torchrun(tmp_path, 2, script, "never", "0", *flags("whole")).returncode == 0
+    assert torchrun(tmp_path, 2, script, "stage2", "2", *flags("x")).returncode != 0
     assert [p.name for p in (tmp_path / "x" / "checkpoints").iterdir()][-1:] != []
-    result = torchrun(tmp_path, 2, "never", "0", *flags("x"), "--resume", script=script)
+    result = torchrun(tmp_path, 2, script, "never", "0", *flags("x"), "--resume")
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same_run(tmp_path / "whole", tmp_path / "x")
     assert len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()) == 8  # one process writes
-
-
-def test_a_process_that_dies_ends_the_others_within_a_minute(tmp_path):
-    script = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import train_bfcl as bfcl
-processes = bfcl.Processes()
-processes.gather([1])
-if processes.rank == 1:
-    os._exit(7)
-processes.gather([2])
-"""
-    start = time.monotonic()
-    result = torchrun(tmp_path, 2, script=script)
-    assert result.returncode != 0 and "exitcode" in result.stderr and time.monotonic() - start < 60
 
 
 def test_smoke_runs_every_stage_of_every_arm(tmp_path):

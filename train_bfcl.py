@@ -11,6 +11,8 @@ Read rcgrpo.py first: the method is there. Here are the benchmark (sections 1-7)
 Needs the public package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import atexit
@@ -33,6 +35,8 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,9 +45,11 @@ from typing import NamedTuple
 import tokenizers
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import (
@@ -54,7 +60,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import is_flash_attn_2_available
 
 from rcgrpo import (
-    HIGH, LOW, Trajectory, add_reward_tokens, chat_format, rcgrpo_step, rctp_step, rollout, sample, scripted_policy,
+    HIGH, LOW, Trajectory, add_reward_tokens, chat_format, context_length, model_policy, rcgrpo_step, rctp_step, rollout,
+    scripted_policy, weights_version,
 )
 
 BFCL_VERSION = "2026.3.23"
@@ -118,6 +125,10 @@ def parse_arguments(argv=None):
     add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
     add("--groups-per-pass", 1, "groups per forward pass in stage 2")
     add("--checkpoint-every", 10, "steps between checkpoints")
+    add("--eval-every", 25, "steps of stage 2 between evaluations on 40 fixed test tasks")
+    add("--offload", False, "weights, gradients and moments in the host's memory: one GPU for a large model, slowly",
+        action="store_true")
+    add("--gpu", "h100", "the GPU that --plan estimates hours for", choices=list(GPUS))
     parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
     args = parser.parse_args(argv)
     args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
@@ -225,8 +236,8 @@ def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[
     failures, tasks = {}, [task for task in train if task["id"] in wanted]
     if args.failures == "rollout":
         model = run.processes.whole_copy(load()) if run.processes.sharded else load()
-        policy = model_policy(model, args, args.failure_temperature, seeded(run.processes, args.seed, "failures",
-                                                                            run.processes.rank))
+        policy = rollout_policy(model, args.tokenizer, args.failure_temperature, args.max_new_tokens, seeded(
+            run.processes, args.seed, "failures", run.processes.rank), args.sampler, args.rollout_tokens)
         envs = [BFCLEnv(task, args.protocol) for task in tasks]
         # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
         for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
@@ -287,7 +298,7 @@ def train_stage1(args, run: Run, data: list[Trajectory], model):
 
 def train_stage2(args, run: Run, train: list[dict], model):
     processes, p = run.processes, {"rc-grpo": args.p_high, "grpo": 1.0 if args.init == "rctp" else None}[args.rl]
-    ref_model = copy.deepcopy(model).requires_grad_(False) if not processes.sharded else processes.whole_copy(model)
+    ref_model = processes.reference(model)
     actor = processes.whole_copy(model) if processes.sharded else model
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
     done = run.resume("stage2", model, optimizer, args.resume)
@@ -298,7 +309,8 @@ def train_stage2(args, run: Run, train: list[dict], model):
             processes.refresh(actor, model)
         key = (args.seed, "stage2", step, processes.rank)
         tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
-        policy = model_policy(actor, args, args.temperature, seeded(processes, *key, "sample"))
+        policy = rollout_policy(actor, args.tokenizer, args.temperature, args.max_new_tokens,
+                                seeded(processes, *key, "sample"), args.sampler, args.rollout_tokens)
         limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
                   "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
         metrics, trajectories = rcgrpo_step(
@@ -348,7 +360,8 @@ def evaluate(args, run: Run, test: list[dict], model):
     for goal in args.goals:
         tasks = run.processes.mine(test)
         envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = model_policy(model, args, 0, seeded(run.processes, args.seed, "eval"))
+        policy = rollout_policy(model, args.tokenizer, 0, args.max_new_tokens, seeded(run.processes, args.seed, "eval"),
+                                args.sampler, args.rollout_tokens)
         with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
             played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
                              progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
@@ -363,6 +376,28 @@ def evaluate(args, run: Run, test: list[dict], model):
                                                          "goals": results}, indent=1) + "\n")
     run.say("\n" + table(arm(args), results))
     return results
+
+
+def evaluate_some(tasks: list[dict], token, policy, tokenizer, processes: Processes, protocol: str, **limits) -> dict:
+    """Success on a few test tasks along the way, under one reward token, with its interval; for metrics.jsonl. To watch, not
+    to choose the best checkpoint by: that would be selection on the test tasks."""
+    mine = processes.mine(tasks)
+    played = rollout([BFCLEnv(task, protocol) for task in mine], [token] * len(mine), policy, tokenizer, **limits) if mine else []
+    k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
+    low, high = wilson(k, len(tasks))
+    return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
+
+
+def some_of(tasks: list[dict], n: int = 40) -> list[dict]:
+    """The same n tasks every time, from all categories."""
+    return tasks[::max(1, len(tasks) // n)][:n]
+
+
+@contextmanager
+def rollout_bar(name: str, total: int, processes: Processes):
+    """A bar with the time left; gives the `progress` for rollouts that moves it."""
+    with tqdm(desc=name, total=total, unit="rollout", leave=False, disable=processes.rank > 0) as bar:
+        yield lambda still_open: bar.update(total - still_open - bar.n)
 
 
 def tally(lines: list[dict]) -> dict:
@@ -961,21 +996,26 @@ def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
 # Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the model is
 # not sharded, and rollouts use the model itself.
 class Processes:
-    """This process among those that torchrun started. Every method that communicates is called by all of them."""
+    """This process among those that torchrun started. Every method that communicates is called by all of them.
 
-    def __init__(self):
+    offload: masters, gradients and moments stay in the host's memory; only what is being computed is on the device."""
+
+    def __init__(self, offload: bool = False):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda = torch.cuda.is_available()
+        self.cuda, self.offload = torch.cuda.is_available(), offload
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
-        self.sharded = self.cuda or self.size > 1
+        self.sharded = self.cuda or self.size > 1 or offload
         if self.cuda:
             torch.cuda.set_device(self.device)
         if self.sharded and not dist.is_initialized():
             alone = {} if self.size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
             dist.init_process_group(backend, timeout=timedelta(hours=6), **alone)  # ranks wait for the slowest rollout
+            if self.size == 1:  # with others, tearing down waits for them: for ever, if this process failed
+                atexit.register(dist.destroy_process_group)
+        if self.sharded:
             self.objects = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # python objects need no GPU
-            atexit.register(dist.destroy_process_group)
+            self.mesh = dist.init_device_mesh(self.device.type, (self.size,))
 
     def gather(self, items: list) -> list:
         """The concatenation of everybody's lists, in the order of the ranks, for everybody."""
@@ -988,15 +1028,42 @@ class Processes:
     def mine(self, items: list) -> list:
         return items[self.rank::self.size]
 
+    def attempt(self, action, kinds=(Exception, CheckpointException)):
+        """(what action() returns, "") or, if it failed in any process, (None, the first error): all get the same."""
+        result, error = None, ""
+        try:
+            result = action()
+        except kinds as failure:
+            if isinstance(failure, CheckpointException):  # no Exception; it holds those of all processes
+                failure, _ = next(iter(failure.failures.values()))
+            error = f"{type(failure).__name__}: {failure}"
+        errors = [e for e in self.gather([error]) if e]
+        return (None, errors[0]) if errors else (result, "")
+
+    def together(self) -> dict:
+        """How torch.distributed.checkpoint is to talk to the others."""
+        return {"no_dist": True} if self.size == 1 else {"process_group": self.objects}
+
     def leave(self):
-        """End one of several processes when all have finished. Python's own teardown is left out: now and then gloo's
-        threads abort it ("terminate called without an active exception"), and torchrun reports a failure."""
+        """End one of several processes when all have finished."""
         self.gather([])
         if self.size > 1:
-            WORKER.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            self._end(0)
+
+    def fail(self, error: BaseException):
+        """End one of several processes that failed: the others wait for it, and torchrun ends them when it is gone."""
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        self._end(1)
+
+    def _end(self, code: int):
+        """Python's own teardown is left out: it waits for peers (NCCL), or its threads abort now and then (gloo)."""
+        WORKER.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def shard(self, model):
         """FSDP2: every process holds 1/N of the fp32 weights, gradients and AdamW moments; the layers compute in bf16 on
@@ -1004,41 +1071,41 @@ class Processes:
         if not self.sharded:
             return model
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.cuda else MixedPrecisionPolicy()
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.size,))
+        offload = CPUOffloadPolicy(pin_memory=self.cuda) if self.offload else OffloadPolicy()
         for module in [*model.get_decoder().layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=mixed)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            fully_shard(module, mesh=self.mesh, mp_policy=mixed, offload_policy=offload)
+            if self.size > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         return model
 
     def whole_copy(self, model):
-        """A plain, frozen copy in the compute type, for rollouts or as pi_ref."""
+        """A plain, frozen copy in the compute type on the device, for rollouts."""
         config = copy.deepcopy(model.config)  # the copy has its own dtype and attention
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if self.cuda else torch.float32)
-        return self.refresh(plain.to(self.device).eval().requires_grad_(False), model)
+        with self.device:
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if self.cuda else torch.float32)
+        for target, source in zip(plain.buffers(), model.buffers(), strict=True):
+            target.data = target.data.to(source.dtype)  # a router's bias stays fp32
+        return self.refresh(plain.eval().requires_grad_(False), model)
+
+    def reference(self, model):
+        """pi_ref: a frozen copy, sharded where there are others to share it with."""
+        copied = self.whole_copy(model)
+        return self.shard(copied) if self.size > 1 else copied
 
     @torch.no_grad()
     def refresh(self, plain, model):
-        """Bring the copy up to date; parameters come in the same order, tied ones once."""
-        for target, source in zip(plain.parameters(), model.parameters(), strict=True):
-            target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+        """Bring the copy up to date; parameters and buffers come in the same order, tied ones once."""
+        targets, sources = [*plain.parameters(), *plain.buffers()], [*model.parameters(), *model.buffers()]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source.to(self.device).full_tensor() if isinstance(source, DTensor) else source)
         return plain
 
     def full_state(self, model) -> dict:
-        """The whole state dict on rank 0's CPU."""
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def local(value):
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def like(value, parameter):
-    """A saved local tensor of AdamW as what the optimizer needs: sharded as its parameter is."""
-    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or value.dim() == 0:
-        return value
-    return DTensor.from_local(value.to(local(parameter).device), parameter.device_mesh, parameter.placements,
-                              shape=parameter.shape, stride=parameter.stride())
+        """The state dict on rank 0's CPU, whole, without the second names of tied weights."""
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        every, once = (dict(model.named_parameters(remove_duplicate=unique)) for unique in (False, True))
+        return {name: tensor for name, tensor in state.items() if name in once or name not in every}
 
 
 # ===== 14. Models ===========================================================================================
@@ -1067,11 +1134,11 @@ def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
 
 def save_model(model, tokenizer, folder: Path, processes: Processes):
     """A Hugging Face checkpoint, complete or absent: written beside its name and renamed."""
-    state, dtype = processes.full_state(model), torch.bfloat16 if processes.cuda else torch.float32
-    once = {id(tensor): tensor.to(dtype) for tensor in state.values()}  # tied weights stay one tensor
+    dtype = torch.bfloat16 if processes.cuda else torch.float32
+    state = {name: tensor.to(dtype) for name, tensor in processes.full_state(model).items()}
 
     def write(part: Path):
-        model.save_pretrained(part, state_dict={name: once[id(tensor)] for name, tensor in state.items()})
+        model.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
         config = json.loads((part / "config.json").read_text())  # names the type of the master weights
         write_text(part / "config.json", json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
@@ -1079,80 +1146,84 @@ def save_model(model, tokenizer, folder: Path, processes: Processes):
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
-def model_policy(model, args, temperature: float, generator):
-    """The rollout policy of section 3 of rcgrpo.py: `sample`, over at most --rollout-tokens padded tokens at a time, or
-    continuous batching. That one is faster with flash attention and slower without, so it is chosen where that is."""
-    stop_ids = chat_format(args.tokenizer).stop_ids
-    if args.sampler == "continuous" or args.sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
-        return continuous_policy(model, temperature, args.max_new_tokens, stop_ids, generator.initial_seed())
-
-    def policy(prompts):
-        parts = [[]]
-        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):  # all of a part are padded to its last
-            if parts[-1] and (len(parts[-1]) + 1) * (len(prompts[row]) + args.max_new_tokens) > args.rollout_tokens:
-                parts.append([])
-            parts[-1].append(row)
-        sampled = [None] * len(prompts)
-        for part in parts:
-            drawn = sample(model, [prompts[row] for row in part], temperature, args.max_new_tokens, stop_ids, generator)
-            for row, ids in zip(part, drawn):
-                sampled[row] = ids
-        return sampled
-
-    return policy
+def rollout_policy(model, tokenizer, temperature: float, max_new_tokens: int, generator, sampler: str, rollout_tokens: int):
+    """The policy of section 5 of rcgrpo.py: its own, or continuous batching. That one is faster with flash attention and
+    slower without, so "auto" chooses it where that is."""
+    if sampler == "continuous" or sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
+        stop_ids = chat_format(tokenizer).stop_ids
+        return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, generator.initial_seed(), 4 * rollout_tokens)
+    return model_policy(model, tokenizer, temperature, max_new_tokens, generator, rollout_tokens)
 
 
-def continuous_policy(model, temperature, max_new_tokens, stop_ids, seed, cache_tokens=2**18):
-    """A policy that draws what `sample` draws, but when an action ends, a waiting prompt takes its place at once.
+class ContinuousPolicy:
+    """Draws from what `rcgrpo.model_policy` draws from; when an action ends, a waiting prompt takes its place at once.
 
-    model: a plain copy, not sharded; "rcgrpo" attention becomes "sdpa" (the library prefers flash where installed).
-    seed: fixes the draws of the first call, of the second, ...  cache_tokens: most tokens in the key-value cache.
-    The policy takes N lists of ids and returns N lists of ids. Raises RuntimeError if any of the N failed.
+    It keeps the keys and values that it has computed, in pages, and finds them again in the next turn and under the other
+    rollouts of a group: pages are shared, so it holds more conversations than a padded cache of the same size.
+    model: a plain copy, not sharded.  seed: fixes the draws of the first call, of the second, ...  cache_tokens: most
+    tokens kept.  N lists of ids -> N lists of ids. Raises RuntimeError if any of the N failed. `close` frees everything.
     """
-    # All that shapes the draws; the model's own generation config is not read. top_k 0 and top_p 1 cut nothing off.
-    draw = dict(temperature=float(temperature), top_k=0, top_p=1.0) if temperature else {}
-    generation = GenerationConfig(
-        do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids)
-    )
-    seeds, page = torch.Generator().manual_seed(seed), 256
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it warns every call; errors we raise
 
-    def policy(prompts):
-        if model.config._attn_implementation == "rcgrpo":
-            model.set_attn_implementation("sdpa")  # only implementations known to the library are accepted
-        lengths = [len(prompt) for prompt in prompts]
-        pages = sum(math.ceil((length + max_new_tokens) / page) for length in lengths)
-        config = ContinuousBatchingConfig(
-            seed=torch.randint(2**62, (), generator=seeds).item(),
-            page_size=page,
-            # What is needed (the scheduler keeps 15 % free), up to a limit; the default is 90 % of the free memory.
-            num_blocks=math.ceil(min(1.25 * pages, cache_tokens / page)),
-            max_batch_tokens=min(sum(lengths), 2048),  # without flash there is a mask of this times cache_tokens
-            disable_nccl_graph_mixing=False,  # is for tensor parallelism and would set an environment variable
+    PAGE = 256  # tokens; what flash attention reads in place
+
+    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19):
+        # All that shapes the draws; the model's own generation config is not read. top_k 0 and top_p 1 cut nothing off.
+        draw = dict(temperature=float(temperature), top_k=0, top_p=1.0) if temperature else {}
+        self.generation = GenerationConfig(
+            do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids)
         )
-        hints = WorkloadHints(max(lengths), max_new_tokens, len(prompts))
-        training, outputs = model.training, {}
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # the library reseeds it
-            # A new manager every call: a kept one would reuse keys and values of old weights.
-            manager = model.init_continuous_batching(generation, config, hints)
-            requests = manager.add_requests(prompts)  # before start: timing must not decide which are drawn together
+        self.model, self.temperature, self.max_tokens = model, temperature, context_length(model.config)
+        self.cache_tokens, self.seeds, self.manager = cache_tokens, torch.Generator().manual_seed(seed), None
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it warns every call; errors we raise
+
+    def __call__(self, prompts):
+        if self.manager and self.weights != weights_version(self.model):
+            self.close()  # what it keeps are keys and values of other weights
+        outputs = {}
+        with torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []):  # it is reseeded
             try:
-                manager.start()
+                manager = self.manager = self.manager or self._start(prompts)
+                with manager.pause():  # added all at once: timing must not decide which are drawn together
+                    torch.manual_seed(torch.randint(2**62, (), generator=self.seeds).item())
+                    requests = manager.add_requests(prompts)
                 while len(outputs) < len(prompts):
                     if output := manager.get_result(timeout=1):
                         outputs[output.request_id] = output
                     elif not manager.is_running():
                         break
-            finally:
-                manager.stop(hard_stop=True)  # joins the thread, frees the cache
-                model.train(training)
+            except BaseException:
+                self.close()
+                raise
         errors = {output.error for output in outputs.values()} - {None}
         if errors or len(outputs) < len(prompts):
             cause = manager.background_thread_status.fatal_error
+            self.close()
             raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
         return [outputs[request].generated_tokens for request in requests]
 
-    return policy
+    def _start(self, prompts):
+        lengths, longest = [len(prompt) for prompt in prompts], self.generation.max_new_tokens
+        pages = sum(math.ceil((length + longest) / self.PAGE) for length in lengths)
+        config = ContinuousBatchingConfig(
+            page_size=self.PAGE,
+            # Room for what is there and three times as much, up to the limit; the default is 90 % of the free memory.
+            num_blocks=math.ceil(min(4 * pages, self.cache_tokens / self.PAGE)),
+            max_batch_tokens=min(max(sum(lengths), self.PAGE), 2048),  # without flash: a mask of this times num_blocks
+            disable_nccl_graph_mixing=False,  # is for tensor parallelism and would set an environment variable
+            seed=0,  # else it draws one
+        )
+        self.weights, self.training = weights_version(self.model), self.model.training
+        hints = WorkloadHints(max(lengths), longest, len(prompts))
+        manager = self.model.init_continuous_batching(self.generation, config, hints)
+        manager.start()
+        return manager
+
+    def close(self):
+        """Stop its thread and free its cache. The next call starts anew."""
+        manager, self.manager = self.manager, None
+        if manager:
+            manager.stop(hard_stop=True)
+            self.model.train(self.training)
 
 
 def seeded(processes: Processes, *key) -> torch.Generator:
@@ -1170,19 +1241,14 @@ def write_folder(folder: Path, write, processes: Processes):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     processes.gather([])
-    error = ""
-    try:
-        write(part)
-    except (OSError, RuntimeError, SafetensorError) as failure:  # torch.save says RuntimeError when a disk is full
-        error = f"{type(failure).__name__}: {failure}"
-    errors = [e for e in processes.gather([error]) if e]
+    _, error = processes.attempt(lambda: write(part), (OSError, RuntimeError, SafetensorError, CheckpointException))
     if processes.rank == 0:
-        shutil.rmtree(part if errors else folder, ignore_errors=True)
-        if not errors:
+        shutil.rmtree(part if error else folder, ignore_errors=True)
+        if not error:
             part.rename(folder)
     processes.gather([])
-    if errors:
-        raise SystemExit(f"could not write {folder}: {errors[0]}\nNothing half-written was left. Make room, then run the "
+    if error:
+        raise SystemExit(f"could not write {folder}: {error}\nNothing half-written was left. Make room, then run the "
                          "same command with --resume: it goes on from the last checkpoint.")
 
 
@@ -1249,48 +1315,32 @@ class Run:
 
     def save(self, stage: str, step: int, model, optimizer):
         """Checkpoint "`step` steps are done"; every process writes its own shards; older ones but the last go."""
-        state = {"model": [local(p) for p in model.parameters()],
-                 "optimizer": [{k: local(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else {}
-                               for p in model.parameters()]}
-        name = f"rank-{self.processes.rank}-of-{self.processes.size}.pt"
-        write_folder(self.checkpoints / f"{stage}-{step:06d}", lambda part: torch.save(state, part / name), self.processes)
+        state = training_state(model, optimizer)
+        write_folder(self.checkpoints / f"{stage}-{step:06d}", lambda part: checkpoint.save(
+            state, checkpoint_id=part, **self.processes.together()), self.processes)
         if self.processes.rank == 0:
             for old in sorted(self.checkpoints.glob(f"{stage}-*"))[:-2]:
                 shutil.rmtree(old)
 
     def resume(self, stage: str, model, optimizer, wanted: bool) -> int:
-        """Load the newest readable checkpoint of the stage; the number of steps done, 0 if there is none."""
+        """Load the newest readable checkpoint of the stage, written by any number of processes; the number of steps done,
+        0 if there is none."""
         folders = sorted(self.checkpoints.glob(f"{stage}-*"), reverse=True)
         if folders and not wanted:
             raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume to go on with "
                              "it, or choose another --out.")
-        name = f"rank-{self.processes.rank}-of-{self.processes.size}.pt"
         for folder in folders:
-            sizes = sorted({file.stem.split("-of-")[1] for file in folder.glob("rank-*.pt")})
-            if sizes and str(self.processes.size) not in sizes:
-                raise SystemExit(f"{folder} was written by {sizes[0]} processes and this run has {self.processes.size}: "
-                                 f"start it with {sizes[0]}, or begin the stage anew in another --out.")
-            try:
-                state, error = torch.load(folder / name, map_location="cpu", weights_only=True), ""
-            except Exception as failure:  # a damaged file can fail in many ways; the checkpoint before it may be good
-                error = f"{type(failure).__name__}: {failure}"
-            errors = [e for e in self.processes.gather([error]) if e]
-            if errors:
-                self.say(f"{folder} cannot be read ({errors[0].splitlines()[0]}); trying the one before it")
-                continue
-            self._restore(state, model, optimizer)
-            return int(folder.name.rsplit("-", 1)[1])
+            saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
+            if not error:
+                state = training_state(model, optimizer, saved.state_dict_metadata)
+                _, error = self.processes.attempt(lambda: checkpoint.load(
+                    state, checkpoint_id=folder, **self.processes.together()))
+            if not error:
+                return int(folder.name.rsplit("-", 1)[1])
+            self.say(f"{folder} cannot be read ({error.splitlines()[0]}); trying the one before it")
         if folders:
             raise SystemExit(f"no checkpoint in {self.checkpoints} can be read: begin the stage anew in another --out")
         return 0
-
-    @staticmethod
-    @torch.no_grad()
-    def _restore(state: dict, model, optimizer):
-        for parameter, saved, moments in zip(model.parameters(), state["model"], state["optimizer"], strict=True):
-            local(parameter).copy_(saved)
-            if moments:
-                optimizer.state[parameter] = {name: like(value, parameter) for name, value in moments.items()}
 
     def finish(self, stage: str, model, tokenizer):
         """The stage's model, then no more need for its checkpoints."""
@@ -1302,6 +1352,26 @@ class Run:
     def say(self, text: str):
         if self.processes.rank == 0:
             tqdm.write(text)
+
+
+@torch.no_grad()
+def training_state(model, optimizer, saved: dict | None = None) -> dict:
+    """All that training changes, by name: weights, and what the optimizer keeps for each of them.
+
+    saved: what a checkpoint holds; the optimizer is first given as much, to be loaded into."""
+    parameters = dict(model.named_parameters())
+    if saved is not None:
+        optimizer.state.clear()
+    for key, entry in (saved or {}).items():
+        kind, _, name = key.partition(".")
+        if kind == "optimizer":
+            name, _, slot = name.rpartition(".")
+            alike = entry.size == parameters[name].shape  # a moment; else a count of steps
+            optimizer.state[parameters[name]][slot] = torch.zeros_like(parameters[name]) if alike else torch.zeros(entry.size)
+    state = {f"model.{name}": parameter for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        state.update({f"optimizer.{name}.{slot}": value for slot, value in optimizer.state.get(parameter, {}).items()})
+    return state
 
 
 STAGES = ["stage1", "stage2"]
@@ -1320,6 +1390,10 @@ def write_text(path: Path, text: str):
 
 
 # ===== 16. The plan =========================================================================================
+# name -> bf16 FLOP/s and memory bytes/s of the data sheet
+GPUS = {"a100": (312e12, 2.0e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "4090": (165e12, 1.0e12)}
+
+
 def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
     rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
@@ -1441,15 +1515,22 @@ def main(argv=None):
         args.tokenizer = load_tokenizer(args.stage1 or args.model)
         train, test = choose_tasks(args)
         return plan(args, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
-    processes = Processes()
+    processes = Processes(args.offload)
     try:
         if args.smoke:
             smoke(Path(args.out) if args.out != "runs/bfcl" else Path("runs/smoke"), processes)
         else:
             pipeline(args, processes)
         processes.leave()
-    except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; what {args.out} holds is whole. The same command with --resume goes on.") from None
+    except BaseException as error:
+        stopped = None
+        if isinstance(error, KeyboardInterrupt):
+            stopped = SystemExit(f"\nstopped; what {args.out} holds is whole. The same command with --resume goes on.")
+        if processes.size > 1:
+            processes.fail(stopped or error)
+        if stopped:
+            raise stopped from None
+        raise
 
 
 if __name__ == "__main__":
