@@ -2138,20 +2138,17 @@ def test_only_the_model_of_the_arm_is_evaluated_and_only_one_that_was_trained(ba
     assert not (tmp_path / "y" / "stage1").exists()
 
 
-def test_the_plain_policy_samples_in_parts_of_bounded_size_and_keeps_the_order(base, monkeypatch):
-    args = arguments(base, "x", "--rollout-tokens", "100")
-    args.tokenizer = bfcl.load_tokenizer(base)
-    sizes = []
-
-    def fake(model, prompts, temperature, max_new_tokens, stop_ids, generator):
-        sizes.append(len(prompts) * (max(map(len, prompts)) + max_new_tokens))
-        return [[len(prompt)] for prompt in prompts]
-
-    monkeypatch.setattr(bfcl, "sample", fake)
-    lengths = [5, 40, 3, 200, 41, 2]
-    policy = bfcl.model_policy(tiny_model(50), args, 1.0, torch.Generator())
-    assert policy([[1] * n for n in lengths]) == [[n] for n in lengths]
-    assert sizes == [39, 98, 208]  # 3 of up to 5 + 8, 2 of up to 41 + 8, and one that is too long on its own
+def test_bfcl_the_policy_is_the_one_that_is_asked_for():
+    model, tokenizer, generator = tiny_model(400), byte_level_tokenizer(), torch.Generator().manual_seed(5)
+    policies = {sampler: bfcl.make_policy(model, tokenizer, 0.7, sampler, 9, 1000, generator)
+                for sampler in ("auto", "plain", "continuous")}
+    assert {name: type(policy).__name__ for name, policy in policies.items()} == {
+        "auto": "ModelPolicy", "plain": "ModelPolicy", "continuous": "ContinuousPolicy"}
+    plain, continuous = policies["plain"], policies["continuous"]
+    assert (plain.temperature, plain.max_new_tokens, plain.cache_tokens, plain.generator) == (0.7, 9, 1000, generator)
+    assert (continuous.temperature, continuous.generation.max_new_tokens, continuous.cache_tokens) == (0.7, 9, 3000)
+    assert continuous.seeds.initial_seed() == 5
+    assert set(continuous.generation.eos_token_id) == plain.stop_ids == chat_format(tokenizer).stop_ids
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -2290,15 +2287,32 @@ def random_prompts(*lengths, vocabulary=50, prefix=()):
     return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
 
 
+def continuous(*arguments, **keywords):
+    """A ContinuousPolicy that is closed with the test."""
+    policy = bfcl.ContinuousPolicy(*arguments, **keywords)
+    OPEN.append(policy)
+    return policy
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def close_policies():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 @pytest.mark.parametrize("T, dtype", [(1.0, torch.float32), (0.7, torch.float32), (1.3, torch.bfloat16)])
-def test_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
+def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     model = tiny_model(8, initializer_range=0.6).to(dtype)
     model.generation_config = GenerationConfig(
         temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True, eos_token_id=4,
         suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
     )
-    prompt, n = [3, 1, 4], 6000
-    draws = bfcl.continuous_policy(model, T, 2, {0}, seed=0)([prompt] * n)
+    prompt, n = [3, 1, 4], 4000
+    draws = continuous(model, {0}, T, 2, seed=0, cache_tokens=2**15)([prompt] * n)
     with torch.no_grad():
         logits = model(torch.tensor([prompt, prompt])).logits[0, -1].float()
         follow = (model(torch.tensor([[*prompt, 5]])).logits[0, -1].float() / T).softmax(-1)
@@ -2311,53 +2325,71 @@ def test_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # the test can tell temperatures apart
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "rcgrpo"])
-def test_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(attention):
+def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order():
     model = tiny_model(50)
-    model.set_attn_implementation(attention)
     prompts = random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
     expected = sample(model, prompts, 0, 12, {0, 3})
     assert len({len(ids) for ids in expected}) > 1  # some stop early
-    policy = bfcl.continuous_policy(model, 0, 12, {0, 3}, seed=0)
+    policy = continuous(model, {0, 3}, 0, 12, seed=0)
     assert policy(prompts) == expected == policy(prompts)
     assert [policy([prompt])[0] for prompt in prompts[:3]] == expected[:3]
 
 
 @pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
-def test_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_tokens, monkeypatch):
+def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_tokens, monkeypatch):
     evictions, evict = [], OffloadingManager.offload_requests
     monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evictions.append(1) or evict(self))
     model = tiny_model(50, max_position_embeddings=1024)
     (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
     prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
-    expected = sample(model, prompts, 0, 30, {0, 3})
-    assert bfcl.continuous_policy(model, 0, 30, {0, 3}, 0, cache_tokens)(prompts) == expected
+    policy = continuous(model, {0, 3}, 0, 30, 0, cache_tokens)
+    for _ in range(2):  # the next turn finds the pages of this one, or not
+        said = policy(prompts)
+        assert said == sample(model, prompts, 0, 30, {0, 3})
+        prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
     assert bool(evictions) == (cache_tokens < 2**18)
 
 
-def test_every_stop_id_stops_and_is_kept():
+def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads():
+    model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
+    model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
+    (prompt,) = random_prompts(4600)
+    prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
+    policy = continuous(model, (), 1.0, 2, seed=0)  # of what is fed, one token a rollout is not prefilled
+    for _ in range(4):
+        fed.clear()
+        said = policy(prompts)
+        turns.append(sum(fed) - len(prompts))
+        prompts = [prompt + ids + [7] * 58 for prompt, ids in zip(prompts, said)]
+    assert turns[0] < 1.5 * 4600  # not 5 times: the group shares its pages
+    assert sum(turns) < 1.6 * turns[0]
+
+
+def test_bfcl_every_stop_id_stops_and_is_kept():
     model = model_with_logits([0.0] * 8)
     for stop_ids in ({2}, {2, 5, 7}, set()):
-        for ids in bfcl.continuous_policy(model, 1.0, 40, stop_ids, seed=1)([[1]] * 30):
+        for ids in continuous(model, stop_ids, 1.0, 40, seed=1)([[1]] * 30):
             ended = ids[-1] in stop_ids
             assert not stop_ids & set(ids[:-1]) and (len(ids) <= 40 if ended else len(ids) == 40)
 
 
-def test_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone():
+def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone():
     model, prompts = tiny_model(50), random_prompts(*[5] * 40)
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    policy, again, other = (bfcl.continuous_policy(model, 1.0, 10, {0}, seed) for seed in (3, 3, 4))
+    policy, again, other = (continuous(model, {0}, 1.0, 10, seed) for seed in (3, 3, 4))
     first, second = policy(prompts), policy(prompts)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(5)
-    assert again(prompts) == first and again(prompts) == second
+    assert again(prompts) == first
+    again.close()  # it starts anew, and draws on
+    assert again(prompts) == second
     assert first != second and other(prompts) not in (first, second)
 
 
-def test_after_an_update_in_place_only_the_new_weights_are_used():
+def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used():
     model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
-    policy = bfcl.continuous_policy(model, 0, 10, {0}, seed=0)
+    policy = continuous(model, {0}, 0, 10, seed=0)
     before = policy(prompts)
     with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
         model.model.layers[-1].self_attn.v_proj.weight.neg_()
@@ -2365,27 +2397,34 @@ def test_after_an_update_in_place_only_the_new_weights_are_used():
     assert policy(prompts) == sample(model, prompts, 0, 10, {0}) != before
 
 
-def test_a_failure_is_an_error_and_leaves_nothing_running():
+def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running():
     model, threads = tiny_model(50), threading.active_count()
     with pytest.raises(RuntimeError, match="continuous batching failed: No requests can be scheduled"):
-        bfcl.continuous_policy(model, 0, 4, {0}, seed=0, cache_tokens=256)(random_prompts(300, 3))
-    policy = bfcl.continuous_policy(model, 0, 4, {0}, seed=0)
+        continuous(model, {0}, 0, 4, seed=0, cache_tokens=256)(random_prompts(300, 3))
+    policy = continuous(model, {0}, 0, 4, seed=0)
     with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
         policy([[1, 2], [50]])
-    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
     assert threading.active_count() == threads
+    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
 
 
-def test_a_call_leaves_no_thread_no_cache_no_output_and_no_setting_behind(capfd, monkeypatch):
+def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model, threads, environment = tiny_model(50).train(), threading.active_count(), dict(os.environ)
+    tokenizer, threads, environment = byte_level_tokenizer(), threading.active_count(), dict(os.environ)
+    model = tiny_model(400).train()
     model.activation_checkpointing_enable()
     logger = logging.getLogger("ContinuousBatchingLogger")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own is bound to an older stderr
     logger.setLevel(logging.WARNING)
-    policy = bfcl.continuous_policy(model, 1.0, 4, {0}, seed=0)
-    for _ in range(2):
-        policy([[1, 2], [3]])
+    policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
+    assert policy.max_tokens == 512 and policy.temperature == 1.0
+    policy([[1, 2], [3]])
+    assert threading.active_count() == threads + 1
+    rollout([Echo(), Echo()], [None, None], policy, tokenizer)  # which closes its policy
+    monkeypatch.setattr(Echo, "reset", fails)
+    policy([[1, 2], [3]])
+    with pytest.raises(RuntimeError, match="no such luck"):
+        rollout([Echo()], [None], policy, tokenizer)
     assert threading.active_count() == threads and dict(os.environ) == environment
     assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
     assert model.training and model.config._attn_implementation == "sdpa"

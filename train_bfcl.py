@@ -236,8 +236,8 @@ def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[
     failures, tasks = {}, [task for task in train if task["id"] in wanted]
     if args.failures == "rollout":
         model = run.processes.whole_copy(load()) if run.processes.sharded else load()
-        policy = rollout_policy(model, args.tokenizer, args.failure_temperature, args.max_new_tokens, seeded(
-            run.processes, args.seed, "failures", run.processes.rank), args.sampler, args.rollout_tokens)
+        policy = make_policy(model, args.tokenizer, args.failure_temperature, args.sampler, args.max_new_tokens,
+                             args.rollout_tokens, seeded(run.processes, args.seed, "failures", run.processes.rank))
         envs = [BFCLEnv(task, args.protocol) for task in tasks]
         # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
         for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
@@ -309,8 +309,8 @@ def train_stage2(args, run: Run, train: list[dict], model):
             processes.refresh(actor, model)
         key = (args.seed, "stage2", step, processes.rank)
         tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
-        policy = rollout_policy(actor, args.tokenizer, args.temperature, args.max_new_tokens,
-                                seeded(processes, *key, "sample"), args.sampler, args.rollout_tokens)
+        policy = make_policy(actor, args.tokenizer, args.temperature, args.sampler, args.max_new_tokens,
+                             args.rollout_tokens, seeded(processes, *key, "sample"))
         limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
                   "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
         metrics, trajectories = rcgrpo_step(
@@ -360,8 +360,7 @@ def evaluate(args, run: Run, test: list[dict], model):
     for goal in args.goals:
         tasks = run.processes.mine(test)
         envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = rollout_policy(model, args.tokenizer, 0, args.max_new_tokens, seeded(run.processes, args.seed, "eval"),
-                                args.sampler, args.rollout_tokens)
+        policy = make_policy(model, args.tokenizer, 0, args.sampler, args.max_new_tokens, args.rollout_tokens)
         with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
             played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
                              progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
@@ -376,28 +375,6 @@ def evaluate(args, run: Run, test: list[dict], model):
                                                          "goals": results}, indent=1) + "\n")
     run.say("\n" + table(arm(args), results))
     return results
-
-
-def evaluate_some(tasks: list[dict], token, policy, tokenizer, processes: Processes, protocol: str, **limits) -> dict:
-    """Success on a few test tasks along the way, under one reward token, with its interval; for metrics.jsonl. To watch, not
-    to choose the best checkpoint by: that would be selection on the test tasks."""
-    mine = processes.mine(tasks)
-    played = rollout([BFCLEnv(task, protocol) for task in mine], [token] * len(mine), policy, tokenizer, **limits) if mine else []
-    k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
-    low, high = wilson(k, len(tasks))
-    return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
-
-
-def some_of(tasks: list[dict], n: int = 40) -> list[dict]:
-    """The same n tasks every time, from all categories."""
-    return tasks[::max(1, len(tasks) // n)][:n]
-
-
-@contextmanager
-def rollout_bar(name: str, total: int, processes: Processes):
-    """A bar with the time left; gives the `progress` for rollouts that moves it."""
-    with tqdm(desc=name, total=total, unit="rollout", leave=False, disable=processes.rank > 0) as bar:
-        yield lambda still_open: bar.update(total - still_open - bar.n)
 
 
 def tally(lines: list[dict]) -> dict:
@@ -1146,13 +1123,14 @@ def save_model(model, tokenizer, folder: Path, processes: Processes):
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
-def rollout_policy(model, tokenizer, temperature: float, max_new_tokens: int, generator, sampler: str, rollout_tokens: int):
-    """The policy of section 5 of rcgrpo.py: its own, or continuous batching. That one is faster with flash attention and
-    slower without, so "auto" chooses it where that is."""
-    if sampler == "continuous" or sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
-        stop_ids = chat_format(tokenizer).stop_ids
-        return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, generator.initial_seed(), 4 * rollout_tokens)
-    return model_policy(model, tokenizer, temperature, max_new_tokens, generator, rollout_tokens)
+def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
+    """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and slower
+    without, so it is chosen where that is. Its cache is shared and not padded: three times as large, it keeps a whole step."""
+    flash = model.device.type == "cuda" and is_flash_attn_2_available()
+    if sampler == "continuous" or sampler == "auto" and flash:
+        seed = generator.initial_seed() if generator else 0
+        return ContinuousPolicy(model, chat_format(tokenizer).stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens)
+    return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
 
 
 class ContinuousPolicy:
@@ -1224,6 +1202,29 @@ class ContinuousPolicy:
         if manager:
             manager.stop(hard_stop=True)
             self.model.train(self.training)
+
+
+def evaluate_some(processes: Processes, tasks: list[dict], make_env, policy, tokenizer, reward_token, limits: dict) -> dict:
+    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. To be watched only: the best
+    checkpoint by these numbers would be selected on the test tasks."""
+    mine = processes.mine(tasks)
+    envs = [make_env(task) for task in mine]
+    played = rollout(envs, [reward_token] * len(mine), policy, tokenizer, **limits) if mine else []
+    k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
+    low, high = wilson(k, len(tasks))
+    return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
+
+
+def some_of(tasks: list[dict], n: int = 40) -> list[dict]:
+    """The same n tasks every time, from all categories."""
+    return tasks[::max(1, len(tasks) // n)][:n]
+
+
+@contextmanager
+def rollout_bar(name: str, total: int, processes: Processes):
+    """A bar with the time left; gives the `progress` for `rollout` that moves it."""
+    with tqdm(desc=name, total=total, unit="rollout", leave=False, disable=processes.rank > 0) as bar:
+        yield lambda still_open: bar.update(total - still_open - bar.n)
 
 
 def seeded(processes: Processes, *key) -> torch.Generator:
