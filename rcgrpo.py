@@ -762,28 +762,33 @@ def longest(trajectories):
 
 
 def passes(model, trajectories, tokens_per_pass, gather=list):
-    """The rows of each forward pass: as many as have at most `tokens_per_pass` tokens, shared prefixes counted once.
+    """The rows of each forward pass, at most `tokens_per_pass` tokens in it, shared prefixes counted once.
 
-    Long groups come first. A group that does not fit into a pass is split; a longer single row is a pass of its own.
-    All processes make the same number of passes, the last ones empty where there is less to do.
+    A group stays together if it fits into a pass, else it is split; a longer single row is a pass of its own. The longest
+    are placed first, each where there is still room: passes are few and about equally long, also on different processes,
+    which wait for each other. All make the same number, the last ones empty where there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
     packed = packs(model, max(gather([longest(trajectories)])))  # the same answer on every process
-    groups = []
+    pieces = []  # [tokens, rows]: groups, or as much of one as fits into a pass
     for rows in rows_by_group([t.group for t in trajectories]).values():
         prefix = shared_prefix([trajectories[row] for row in rows])
-        groups.append((prefix + sum(len(trajectories[row].ids) - prefix for row in rows), prefix, rows))
-    cut, used = [], math.inf
-    for size, prefix, rows in sorted(groups, key=lambda group: -group[0]):
-        begun = False  # whether the pass holds the group's prefix already
-        for row in rows:
-            tokens = len(trajectories[row].ids) - prefix * begun
-            whole = tokens if begun or size > tokens_per_pass else size  # a group that fits is kept together
-            if used + whole > tokens_per_pass or not packed:
-                cut, used, tokens = [*cut, []], 0, len(trajectories[row].ids)
-            cut[-1].append(row)
-            used, begun = used + tokens, True
+        pieces.append([len(trajectories[rows[0]].ids), rows[:1]])
+        for row in rows[1:]:
+            own = len(trajectories[row].ids) - prefix
+            if packed and pieces[-1][0] + own <= tokens_per_pass:
+                pieces[-1] = [pieces[-1][0] + own, [*pieces[-1][1], row]]
+            else:
+                pieces.append([prefix + own, [row]])
+    filled = []  # [tokens, rows]: passes
+    for tokens, rows in sorted(pieces, key=lambda piece: -piece[0]):
+        roomy = [one for one in filled if packed and one[0] + tokens <= tokens_per_pass]
+        if not roomy:
+            filled.append([0, []])
+        one = roomy[0] if roomy else filled[-1]
+        one[0], one[1] = one[0] + tokens, [*one[1], *rows]
+    cut = [rows for _, rows in sorted(filled, key=lambda one: -one[0])]
     return cut + [[]] * (max(gather([len(cut)])) - len(cut))
 
 

@@ -25,16 +25,24 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a model that is not there is not looked for online
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
     Qwen2Config, Qwen2ForCausalLM,
@@ -2138,6 +2146,47 @@ def test_only_the_model_of_the_arm_is_evaluated_and_only_one_that_was_trained(ba
     assert not (tmp_path / "y" / "stage1").exists()
 
 
+def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_the_arm():
+    tokenizer, heard = marked_tokenizer(), []
+    end, high = chat_format(tokenizer).end_of_turn, tokenizer.convert_tokens_to_ids(HIGH)
+
+    def policy(prompts):
+        heard.extend(prompts)
+        return [[7, end] for _ in prompts]
+
+    def make_env(task):
+        return Echo(answers=(), value=float(task % 4 == 0))
+
+    limits = {"max_turns": 3, "max_tokens": 400}
+    for token in (HIGH, None):
+        heard.clear()
+        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, policy, tokenizer, token, limits)
+        low, high_end = bfcl.wilson(5, 20)
+        assert metrics == {"test_success": 0.25, "test_low": low, "test_high": high_end, "test_tasks": 20}
+        assert len(heard) == 20 and all(prompt.count(high) == (token == HIGH) for prompt in heard)
+    halves = [SimpleNamespace(size=2, rank=rank, gather=lambda x: [5 - sum(x), *x],
+                              mine=lambda items, rank=rank: items[rank::2]) for rank in (0, 1)]
+    for half in halves:
+        heard.clear()
+        assert bfcl.evaluate_some(half, range(20), make_env, policy, tokenizer, HIGH, limits)["test_success"] == 0.25
+        assert len(heard) == 10
+    _, test = bfcl.split_tasks(TASKS, "grouped")
+    some = bfcl.some_of(test)
+    assert len(some) == 40 and some == bfcl.some_of(test) and all(task in test for task in some)
+    assert len({task["id"].rsplit("_", 1)[0] for task in some}) == 4  # all categories
+    assert bfcl.some_of(test[:3]) == test[:3]
+
+
+def test_bfcl_the_bar_of_rollouts_counts_those_that_are_over(capsys):
+    with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=0)) as progress:
+        for still_open in (8, 6, 6, 1, 0):
+            progress(still_open)
+    assert "8/8" in capsys.readouterr().err
+    with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=1)) as progress:
+        progress(3)
+    assert capsys.readouterr().err == ""
+
+
 def test_bfcl_the_policy_is_the_one_that_is_asked_for():
     model, tokenizer, generator = tiny_model(400), byte_level_tokenizer(), torch.Generator().manual_seed(5)
     policies = {sampler: bfcl.make_policy(model, tokenizer, 0.7, sampler, 9, 1000, generator)
@@ -2236,32 +2285,74 @@ def test_the_papers_differences_are_within_the_noise_of_80_tasks():
     assert fisher(37, 39) == pytest.approx(0.87, abs=0.01)  # 46.25 % and 48.75 %
 
 
-def test_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
+def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(bfcl, "Processes", None)
-    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3"])
+    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3", "--gpu", "a100"])
     printed = capsys.readouterr().out
     assert "3 training, 3 test, split paper" in printed and "have a training task with the same gold calls" in printed
     assert "stage 1    5 steps: 6 trajectories, 5 epochs" in printed and "400 steps of 256 tasks x G = 5" in printed
-    assert "GiB per GPU" in printed
+    assert "GiB per GPU" in printed and "the largest part is" in printed and "on 1 a100, modelled, not measured" in printed
+    assert "3% of them loop" in printed
 
 
-def test_memory_counts_16_bytes_a_parameter_shared_and_what_cannot_fit_is_said_first(base):
+def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
     args = arguments(base, "x")
-    args.tokenizer = bfcl.load_tokenizer(base)
-    config = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-                         num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)
-    assert bfcl.count_parameters(config) == 7_615_616_512  # Qwen2.5-7B
-    first = lambda n: next(iter(bfcl.memory(args, config, 7_615_616_512, n, 8000, gpu=True).values()))
-    assert first(1) == 16 * 7_615_616_512 and first(8) == first(1) / 8
-    train, test = bfcl.choose_tasks(args)
-    small, longest = AutoConfig.from_pretrained(base), max(bfcl.expert_length(task, args) for task in train)
-    need = sum(bfcl.memory(args, small, bfcl.count_parameters(small), 2, longest, gpu=True).values())
-    with pytest.raises(SystemExit, match="does not fit: .*With 2 such processes it would"):
-        bfcl.plan(args, train, test, 1, gpu=True, available=need)
+    tokenizer, (train, test) = bfcl.load_tokenizer(base), bfcl.choose_tasks(args)
+    small = AutoConfig.from_pretrained(base)
+    need = sum(size for _, size, _ in bfcl.memory(args, small, bfcl.count_parameters(small), 2, gpu=True))
+    with pytest.raises(SystemExit, match="does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes"):
+        bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=need)
     with pytest.raises(SystemExit, match="No number of them is enough"):
-        bfcl.plan(args, train, test, 1, gpu=True, available=1000)
-    bfcl.plan(args, train, test, 2, gpu=True, available=need)
+        bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=1000)
+    bfcl.plan(args, tokenizer, train, test, 2, gpu=True, available=need)
+
+
+def plan_arguments(*flags):
+    return bfcl.parse_arguments(["--max-turns", "30", *flags])
+
+
+def test_bfcl_the_plan_knows_a_7B_model():
+    config = Qwen2Config(**QWEN_7B)
+    n = bfcl.count_parameters(config)
+    assert n == 7_615_616_512  # Qwen2.5-7B
+    parts = {name: size for name, size, _ in bfcl.memory(plan_arguments(), config, n, 8, gpu=True)}
+    assert parts["fp32 weights and AdamW's moments"] == 12 * n / 8
+    assert parts["the copy that rolls out"] == 2 * n and parts["pi_ref"] == 2 * n / 8
+    assert sum(parts.values()) < 55 * 2**30
+    assert sum(size for _, size, _ in bfcl.memory(plan_arguments("--offload"), config, n, 1, gpu=True)) < 60 * 2**30
+    assert bfcl.bytes_in_cache(config, 2) == 28 * 2 * 4 * 128 * 2
+    host, disk = bfcl.host_and_disk(plan_arguments("--offload"), n, 1)
+    assert host == 22 * n and disk == 40 * n
+    remedies = {flags: max(bfcl.memory(plan_arguments(*flags.split()), config, n, 8, gpu=True), key=lambda part: part[1])[2]
+                for flags in ("--tokens-per-pass 50000", "--max-tokens 50000", "--rollout-tokens 1000000",
+                              "--tokens-per-pass 1000 --max-tokens 1000")}
+    assert list(remedies.values()) == ["lower --tokens-per-pass", "lower --max-tokens", "lower --rollout-tokens", "a smaller --model"]
+
+
+def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
+    mask = [0] * 3799 + ([1] * 45 + [0] * 218) * 4  # a mean task: four actions
+    experts, config = [Trajectory([0] * len(mask), mask)], Qwen2Config(**QWEN_7B)
+    n = bfcl.count_parameters(config)
+
+    def seconds(*flags, processes=8):
+        return bfcl.seconds(plan_arguments(*flags), experts, config, n, processes)
+
+    monkeypatch.setattr(bfcl, "LOOPING", 0)
+    monkeypatch.setattr(bfcl, "ENDLESS", 0)
+    stage1, reading, sampling, update = seconds("--sampler", "continuous")
+    tokens = 32 * (3799 + 5 * 4 * 263)  # 32 tasks on each GPU
+    assert update == pytest.approx(tokens * 10 * n / (0.4 * 989e12))
+    assert reading == pytest.approx((32 * 3799 + 160 * 3 * (218 + 128)) * 2 * n / (0.45 * 989e12))
+    assert sampling == pytest.approx(4 * 90 * (0.002 + 2 * n / 3.35e12))
+    assert stage1 == pytest.approx(2 * 5 / 8 * len(mask) * 8 * n / (0.4 * 989e12))
+    assert seconds("--sampler", "continuous", processes=4)[3] == pytest.approx(2 * update)
+    assert seconds("--sampler", "plain")[1] > 4 * reading and seconds("--sampler", "plain")[2] > 10 * sampling
+    assert seconds("--gpu", "a100")[3] == pytest.approx(update * 989 / 312)
+    offloaded = seconds("--offload")
+    assert offloaded[3] - update == pytest.approx(tokens / 24576 * 12 * n / 8 / 25e9 + 28 * n / 8 / 50e9)
+    monkeypatch.undo()
+    assert seconds()[2] > 2 * seconds("--max-turns", "5")[2] > 0  # those who loop make all others wait
 
 
 def test_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):  # [D2]
@@ -2429,6 +2520,216 @@ def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_lef
     assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
     assert model.training and model.config._attn_implementation == "sdpa"
     assert capfd.readouterr() == ("", "")
+
+
+# ======================================================================================================================
+# train_bfcl.py 13 and 16. Memory on GPUs, tracked without one: python -c "import test_rcgrpo; test_rcgrpo.print_memory()"
+# ======================================================================================================================
+# The real update on tensors that have shapes and no contents, sharded over processes that are not there, as on CUDA: bf16,
+# activation checkpointing, attention that holds what flash attention holds. Not in it: CUDA's context, NCCL's buffers (1 to
+# 2.5 GiB together), fragmentation.
+
+QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+               vocab_size=152064, tie_word_embeddings=False)
+QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+                 vocab_size=151936, tie_word_embeddings=True)
+# Groups of five: prompt, continuation, actions in it. A the mean of the real tasks, B a longer one, C half of it actions,
+# E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
+SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
+          "E": (2344, 14040, 420)}
+
+
+class PeakMemory(TorchDispatchMode):
+    """The bytes of all storages alive, in blocks of 512 as a GPU's allocator has them, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak, self.fake = {}, 0, 0, torch._guards.active_fake_mode()
+
+    def count(self, key, size):
+        size = -(-size // 512) * 512
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key], self.peak = size, max(self.peak, self.now)
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key)
+
+    def __enter__(self):
+        resize = self.resize = torch.UntypedStorage.resize_
+
+        def counted(storage, size):  # FSDP frees and takes memory by it
+            resize(storage, size)
+            if id(storage) in self.sizes:
+                self.count(id(storage), size)
+
+        torch.UntypedStorage.resize_ = counted
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*args)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local part comes by
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        try:
+            out = function(*args, **(kwargs or {}))
+        except DataDependentOutputException:  # .item() of nothing: any number will do
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        for tensor in tree_iter(out) if torch._guards.active_fake_mode() is self.fake else ():
+            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self.sizes:
+                self.count(id(storage), storage.nbytes())
+                weakref.finalize(storage, self.forget, id(storage))
+        return out
+
+
+class FlashAttention(torch.autograd.Function):
+    """Its output and a number for each query are kept for the backward pass, which adds up dq in fp32."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v, out := torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, _):
+        q, k, v, *_ = ctx.saved_tensors
+        dq = torch.empty_like(q, dtype=torch.float32)
+        return dq.to(q.dtype), torch.empty_like(k), torch.empty_like(v)
+
+
+@contextmanager
+def fake_gpus(n, config, offload=False):
+    """A model in training, its pi_ref and its rollout copy on one of n GPUs: (memory, bytes in the host's memory, models)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    processes = object.__new__(bfcl.Processes)
+    vars(processes).update(rank=0, size=n, cuda=True, sharded=True, device=torch.device("cpu"), offload=offload,
+                           mesh=dist.init_device_mesh("cpu", (n,)))
+    move = torch.Tensor.to
+
+    def attention(q, k, v, attn_mask=None, **_):
+        mask = None if attn_mask is None else attn_mask.to(q.dtype)  # what a kernel that takes a mask makes of it
+        return FlashAttention.apply(q, k, v)
+
+    def copied(tensor, *args, **kwargs):  # host to device and back: both are the CPU here, and nothing would be moved
+        return tensor.clone() if kwargs.get("non_blocking") else move(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as memory:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        patch.setattr(rcgrpo, "causal_lower_right", lambda *shape: None)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        if offload:
+            patch.setattr(torch.Tensor, "to", copied)
+        model = Qwen2ForCausalLM(Qwen2Config(**config))
+        model.activation_checkpointing_enable()
+        optimizer = torch.optim.AdamW(processes.shard(model).parameters(), 1e-6, weight_decay=0)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        rcgrpo.optimizer_step(model, optimizer, 1.0)  # the moments
+        host = memory.now // 3 * 4 if offload else 0  # weights, moments and, when memory is scarce, gradients
+        ref_model, actor = processes.reference(model), processes.whole_copy(model)
+        for each in (model, ref_model, actor):
+            rcgrpo._TRIALS[each] = {(trial, "sdpa"): None for trial in ("packed", "padded")}  # numbers cannot be compared
+        yield memory, host, (model, ref_model, optimizer), actor
+    dist.destroy_process_group()
+
+
+def tracked_update(shape, tokens_per_pass, memory, host, training, actor, groups=4):
+    """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients, is the last."""
+    prompt, continuation, actions = shape
+    mask = [0] * (prompt + continuation - actions) + [1] * actions
+    rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5) for row in range(5 * groups)]
+    cut = rcgrpo.passes(training[0], rows, tokens_per_pass)[:2]
+    memory.peak = 0
+    rcgrpo_update(*training, [rows[row] for part in cut for row in part], tokens_per_pass=tokens_per_pass)
+    return memory.peak - host
+
+
+def tracked_sampling(rows, length, memory, host, training, actor):
+    """The same of the plain sampler's rollouts, which come when there are no gradients."""
+    policy = rcgrpo.ModelPolicy(actor, {0}, 1.0, 1024)
+    memory.peak = 0
+    policy._begin(rows)
+    with torch.no_grad():
+        policy._feed([[1] * length] * rows)
+        policy._feed([[1]] * rows)
+    return memory.peak - host * 3 // 4
+
+
+def test_bfcl_the_peak_follows_tokens_per_pass():
+    config = dict(QWEN_1_5B, hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1, vocab_size=500)
+    with fake_gpus(2, config) as tracked:
+        before = tracked[0].now
+
+        def peak(prompt, continuation, tokens_per_pass):
+            return tracked_update((prompt, continuation, continuation), tokens_per_pass, *tracked, groups=2) - before
+
+        once = peak(500, 500, 3000)
+        assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
+        assert peak(2000, 2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
+        assert peak(1000, 2000, 3000) < 1.1 * once
+        assert peak(500, 500, 1000) < 0.5 * once
+
+
+@pytest.mark.parametrize("config, n, offload", [(QWEN_7B, 8, False), (QWEN_1_5B, 1, True)])
+def test_bfcl_the_plan_is_within_15_percent_of_what_is_tracked(config, n, offload):
+    """Two layers here; print_memory() has all 28."""
+    config, args = {**config, "num_hidden_layers": 2}, plan_arguments(*["--offload"] * offload, "--sampler", "plain")
+    sizes = bfcl.Qwen2Config(**config)
+    parts = bfcl.memory(args, sizes, bfcl.count_parameters(sizes), n, gpu=True)
+    with fake_gpus(n, config, offload) as tracked:
+        memory, host, training, actor = tracked
+        assert sum(size for _, size, _ in parts) == pytest.approx(tracked_update(SHAPES["C"], 24576, *tracked), rel=0.15)
+        assert sum(size for _, size, _ in parts[:-1]) == pytest.approx(memory.now - host * 3 // 4, rel=0.01)
+        sampling = tracked_sampling(8, 15360, *tracked) - (memory.now - host * 3 // 4)
+        assert bfcl.rollout_memory(args, sizes, 2, True) == pytest.approx(sampling, rel=0.15)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
+def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
+    tokenizer, rng, groups = tokenizer_named("qwen2_5"), random.Random(0), []
+    for number, task in enumerate(rng.sample(TASKS, 128)):
+        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined"), tokenizer)
+        if len(expert.ids) > 16384:
+            continue
+        fork = expert.mask.index(1) - 8  # where the reward token stands
+        ids = [[*expert.ids[:fork], row, *expert.ids[fork + 1 :]] for row in range(5)]
+        groups.append([Trajectory(row, expert.mask, group=number) for row in ids])
+    longest_first = sorted(groups, key=lambda rows: -sum(len(t.ids) for t in rows))  # as rcgrpo_step has them
+    model = tiny_model(50)
+
+    def loads(dealt):  # of each process: tokens of its passes
+        everyone = []
+        for rank in range(8):
+            mine = [t for group in dealt[rank::8] for t in group]
+            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in rcgrpo.passes(model, mine, 24576)])
+        return everyone
+
+    def waiting(everyone):  # all wait for the longest first pass, then for the longest second one, ...
+        slowest = sum(map(max, itertools.zip_longest(*everyone, fillvalue=0)))
+        return slowest / (sum(map(sum, everyone)) / len(everyone))
+
+    assert waiting(loads(longest_first)) < 1.2
+    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]] for rank in range(8)]
+    assert waiting(one_group_a_pass) > 1.6  # what it was
+
+
+def print_memory(layers=28):
+    torch.set_num_threads(1)
+    for name, config, places in (("7B", QWEN_7B, [(8, False), (4, False), (1, True)]),
+                                 ("1.5B", QWEN_1_5B, [(1, False), (1, True)])):
+        for n, offload in places:
+            with fake_gpus(n, {**config, "num_hidden_layers": layers}, offload) as tracked:
+                for shape in SHAPES:
+                    peak = tracked_update(SHAPES[shape], 24576, *tracked) / 2**30
+                    print(f"{name} on {n}{' with --offload' * offload}, update, {shape}: {peak:.1f} GiB", flush=True)
+                for rows, length in ((39, 2300), (22, 4700), (8, 15360)):
+                    peak = tracked_sampling(rows, length, *tracked) / 2**30
+                    print(f"{name} on {n}{' with --offload' * offload}, sampling, {rows} x {length}: {peak:.1f} GiB", flush=True)
 
 
 # ======================================================================================================================

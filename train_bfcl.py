@@ -122,8 +122,7 @@ def parse_arguments(argv=None):
     add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
     add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
         choices=["auto", "plain", "continuous"])
-    add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
-    add("--groups-per-pass", 1, "groups per forward pass in stage 2")
+    add("--tokens-per-pass", 24576, "tokens of one forward and backward pass in training")
     add("--checkpoint-every", 10, "steps between checkpoints")
     add("--eval-every", 25, "steps of stage 2 between evaluations on 40 fixed test tasks")
     add("--offload", False, "weights, gradients and moments in the host's memory: one GPU for a large model, slowly",
@@ -156,7 +155,7 @@ def pipeline(args, processes: Processes):
         raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
     run = Run(args, processes)
     if processes.rank == 0 and not args.smoke:
-        plan(args, train, test, processes.size, processes.cuda, memory_there(processes))
+        plan(args, args.tokenizer, train, test, processes.size, processes.cuda, memory_there(processes))
     processes.gather([])
 
     load = lambda path: load_model(path, args.tokenizer, processes, checkpointing=processes.cuda)
@@ -180,12 +179,6 @@ def pipeline(args, processes: Processes):
         evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
     if run.board:
         run.board.close()
-
-
-def memory_there(processes: Processes) -> int:
-    if processes.cuda:
-        return torch.cuda.mem_get_info(processes.device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
 
 
 def choose_tasks(args) -> tuple[list[dict], list[dict]]:
@@ -1391,48 +1384,192 @@ def write_text(path: Path, text: str):
 
 
 # ===== 16. The plan =========================================================================================
-# name -> bf16 FLOP/s and memory bytes/s of the data sheet
-GPUS = {"a100": (312e12, 2.0e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "4090": (165e12, 1.0e12)}
+# What the run needs, before anybody pays for it. The formulas of memory are held against tracked figures by a test; those
+# of time are a model: the shares of a data sheet's numbers that such programs usually reach.
+# name -> bf16 FLOP/s, bytes/s of its memory
+GPUS = {"a100": (312e12, 2e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "4090": (165e12, 1e12)}
+READING, UPDATING = 0.45, 0.4  # shares of the peak FLOP/s
+LAUNCH, GRAPH = 0.001, 0.002  # seconds: a layer of a plain step of sampling; a step of continuous batching
+LOOPING, ENDLESS = 0.03, 0.005  # shares of rollouts that go on to --max-turns, of actions to --max-new-tokens
+HOST = 25e9  # bytes/s between host and device
+
+
+def plan(args, tokenizer, train, test, processes: int, gpu: bool, available: float | None):
+    """Print what the run will do and needs. With `available` bytes per process: exit if that is not enough."""
+    try:
+        config = AutoConfig.from_pretrained(args.stage1 or args.model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot load the configuration of {args.stage1 or args.model!r}: {error}") from None
+    n_params = count_parameters(config)
+    experts = [expert_play(task, args, tokenizer) for task in tqdm(train, desc="measuring", leave=False)]
+    print(describe(args, train, test, [len(t.ids) for t in experts], processes, n_params, gpu))
+
+    def need(n):
+        return sum(size for _, size, _ in memory(args, config, n_params, n, gpu))
+
+    parts = memory(args, config, n_params, processes, gpu)
+    print(f"memory     GiB per {'GPU, without 1 to 2 for CUDA and NCCL' if gpu else 'process'}:")
+    for name, size, _ in parts:
+        print(f"           {size / 2**30:8.1f}  {name}")
+    there = f"; free are {available / 2**30:.1f}" if available else ""
+    name, _, remedy = max(parts, key=lambda part: part[1])
+    print(f"           {need(processes) / 2**30:8.1f}  in all{there}; the largest part is {name}: {remedy}")
+    sizes = [2**i for i in range(10)]
+    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n) / 2**30:.0f}" for n in sizes[:6]))
+    host, disk = host_and_disk(args, n_params, processes)
+    print(f"           of the machine {host / 2**30:.0f} GiB, of the disk {disk / 2**30:.0f} GiB")
+    if gpu:
+        print(hours(args, experts, config, n_params, processes))
+    if available and need(processes) > available:
+        enough = next((n for n in sizes if need(n) <= available), None)
+        raise SystemExit(
+            f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} free. "
+            f"The largest part is {name}: {remedy}. "
+            + (f"With {enough} such processes it would fit: torchrun --nproc-per-node {enough} train_bfcl.py ..."
+               if enough else "No number of them is enough."))
 
 
 def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
     rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
-    stage1 = math.ceil(rows / args.stage1_batch) * args.epochs
-    fits = "no test task's gold calls occur in training" if args.split == "grouped" else (
-        f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold calls: memorisation helps")
+    steps = math.ceil(rows / args.stage1_batch) * args.epochs
+    stage1 = stage2 = "none"
+    if steps and not args.stage1 and args.init != "none":
+        stage1 = f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, lr {args.stage1_lr}"
+    if args.rl != "none":
+        stage2 = (f"{args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, "
+                  f"beta {args.beta}")
+    fits = "no test task's gold calls occur in training"
+    if args.split != "grouped":
+        fits = (f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold calls: "
+                "memorisation helps")
     lines = [
-        f"arm        {arm(args)} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} {'GPU' if gpu else 'CPU process'}(s)",
+        f"arm        {args.init} + {args.rl} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} "
+        f"{'GPU' if gpu else 'CPU process'}(s)",
         f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {fits}",
         f"protocol   {args.protocol}",
         f"tokens     expert trajectories {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
         f"{sum(n > args.max_tokens for n in lengths)} longer than --max-tokens {args.max_tokens} are left out",
-        f"stage 1    {stage1} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, lr {args.stage1_lr}"
-        if stage1 and not args.stage1 else "stage 1    none",
-        f"stage 2    {args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, beta {args.beta}"
-        if args.rl != "none" else "stage 2    none",
-        f"evaluation {len(test)} tasks under goal {', '.join(args.goals)}",
+        f"stage 1    {stage1}", f"stage 2    {stage2}",
+        f"evaluation {len(test)} tasks under {', '.join(args.goals)}",
     ]
     if args.init == "rctp" and args.epochs == 5 or args.rl != "none" and args.batch in (64, 256):
-        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for a fair comparison "
-                     "of arms set --epochs and --batch alike")
+        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for a fair "
+                     "comparison of arms set --epochs and --batch alike")
     return "\n".join(lines)
 
 
-def memory(args, config, n_params: int, processes: int, longest: int, gpu: bool) -> dict[str, float]:
-    """Bytes per process, roughly: weights, and the larger of what sampling with the plain sampler and an update need."""
-    copies = n_params * 2 if args.rl != "none" and (gpu or processes > 1) else 0
-    ref = n_params * (2 if gpu else 4) if args.rl != "none" else 0
-    width, inner, layers, vocabulary = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size
-    compute, head = 2 if gpu else 4, getattr(config, "head_dim", None) or width // config.num_attention_heads
-    part = max(args.rollout_tokens, longest)  # padded tokens sampled together: cache, one layer's prefill, dense mask
-    rollouts = part * (2 * layers * config.num_key_value_heads * head * compute + (3 * inner + 4 * width) * compute
-                       + longest * (1 + compute))
-    tokens = longest + (args.group_size - 1) * longest // 2  # a group: its prompt once, and its continuations
-    update = tokens * (layers * width + 8 * width + 4 * inner) * compute  # a hidden state per layer, and one whole layer
-    update += tokens // 2 * vocabulary * 2 * compute + 3 * 1024 * vocabulary * 4  # logits of the actions
-    return {"fp32 weights, gradients, AdamW (sharded)": 16 * n_params / processes, "rollout copy": copies,
-            "reference copy": ref, "working memory of sampling, or of an update if that is more": max(rollouts, update)}
+def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple[str, float, str]]:
+    """(part, bytes per process, what lowers it). Rollouts and updates take turns: the larger of them counts."""
+    compute, alone = (2 if gpu else 4), not gpu and processes == 1
+    fp32 = 0 if args.offload else 4 * n_params / processes
+    rollouts = rollout_memory(args, config, compute, gpu)
+    update = fp32 + update_memory(args, config, n_params, compute)
+    parts = [("fp32 weights and AdamW's moments", 3 * fp32, "more GPUs, or --offload")]
+    if args.rl != "none":
+        parts.append(("the copy that rolls out", 0 if alone else compute * n_params, "a smaller --model"))
+    if args.rl != "none" and args.beta:
+        parts.append(("pi_ref", compute * n_params / processes, "more GPUs, or --beta 0"))
+    if rollouts > update and args.rl != "none":
+        return [*parts, ("a rollout's keys and values", rollouts, "lower --rollout-tokens")]
+    flag = "--tokens-per-pass" if args.max_tokens <= args.tokens_per_pass else "--max-tokens"  # a row is not split
+    return [*parts, ("an update, with its gradients", update, f"lower {flag}")]
+
+
+def update_memory(args, config, n_params: int, compute: int) -> float:
+    """A pass over T tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits. Beside it live the
+    hidden states that layers are computed again from, the root's gathered weights and gradients, and a few layers."""
+    T, width, layers = max(args.tokens_per_pass, args.max_tokens), config.hidden_size, config.num_hidden_layers
+    inner, vocabulary = getattr(config, "intermediate_size", None) or 4 * width, config.vocab_size
+    mlp = T * ((layers + 15) * width + 6 * inner) * compute
+    logits = T * layers * width * compute + 4 * 1024 * vocabulary * 4
+    root = vocabulary * width * compute
+    tied = getattr(config, "tie_word_embeddings", False)
+    layer = max(0, n_params - vocabulary * width * (1 if tied else 2)) / layers
+    return max(mlp, logits) + 3 * root + 4 * layer * compute
+
+
+def rollout_memory(args, config, compute: int, gpu: bool) -> float:
+    """The cache, and one layer's part of a prefill with its mask (plain), or what continuous batching works with."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    cache = args.rollout_tokens * bytes_in_cache(config, compute)
+    if is_continuous(args, gpu):
+        return 3 * cache + 1.5 * 2**30
+    return cache + 2**14 * ((3 * inner + 4 * width) * compute + args.max_tokens * (1 + compute))
+
+
+def bytes_in_cache(config, compute: int) -> int:
+    """Keys and values of a token."""
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * compute
+
+
+def is_continuous(args, gpu: bool) -> bool:
+    return args.sampler == "continuous" or args.sampler == "auto" and gpu and is_flash_attn_2_available()
+
+
+def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
+    """Bytes: of the machine's memory, if all processes are on it; of the disk, for three checkpoints and two models."""
+    loading, saving = 4 * n_params * processes, 6 * n_params
+    return max(loading, saving + (16 * n_params if args.offload else 0)), 3 * 12 * n_params + 2 * 2 * n_params
+
+
+def hours(args, experts: list[Trajectory], config, n_params: int, processes: int) -> str:
+    """A model of the time on --gpu, and what it assumes."""
+    stage1, *step = seconds(args, experts, config, n_params, processes)
+    continuous, lines = is_continuous(args, True), []
+    if args.init != "none" and not args.stage1:
+        lines.append(f"stage 1 {stage1 / 3600:.1f} h")
+    if args.rl != "none":
+        reading, sampling, update = step
+        lines.append(f"stage 2 {args.steps * sum(step) / 3600:.0f} h, a step {sum(step):.0f} s: {reading:.0f} reading, "
+                     f"{sampling:.0f} sampling, {update:.0f} update")
+    return (f"time       on {processes} {args.gpu}, modelled, not measured: {'; '.join(lines) or 'evaluation alone'}\n"
+            f"           {'continuous batching' if continuous else 'plain sampler'}, {READING:.0%} of peak FLOP/s for "
+            f"reading, {UPDATING:.0%} for updates; rollouts like the\n           experts', but {LOOPING:.0%} of them loop to "
+            f"--max-turns, and {ENDLESS:.1%} of actions run to --max-new-tokens")
+
+
+def seconds(args, experts: list[Trajectory], config, n_params: int, processes: int) -> tuple:
+    """Of stage 1, and of reading, sampling and updating in a step of stage 2."""
+    flops, bandwidth = GPUS[args.gpu]
+    continuous = is_continuous(args, True)
+    said = [sum(b > a for a, b in zip([0, *t.mask], t.mask)) for t in experts]  # actions of each
+    prompt = sum(t.mask.index(1) for t in experts) / len(experts)
+    action = sum(sum(t.mask) for t in experts) / sum(said)
+    answer = (sum(len(t.ids) for t in experts) - prompt * len(experts)) / sum(said) - action
+    groups = args.batch / processes
+    rollouts = groups * args.group_size
+
+    read = sampling = turns = 0
+    for turn in range(args.max_turns):
+        talking = rollouts * (LOOPING + (1 - LOOPING) * sum(n > turn for n in said) / len(said))
+        length = min(args.max_tokens, prompt + turn * (action + answer))
+        parts = 1 if continuous else math.ceil(talking * (length + args.max_new_tokens) / args.rollout_tokens)
+        if parts > 1:  # its cache does not hold them all: everything is read again
+            read += talking * length
+        elif turn == 0:  # a group's prompt is read once, or under each reward token
+            read += groups * prompt * (1 if continuous else 2)
+        else:  # what is new, and what is left of the last page
+            read += talking * (answer + 128 * continuous)
+        endless = 1 - (1 - ENDLESS) ** (talking / max(1, parts))  # all wait for the longest action
+        steps = endless * args.max_new_tokens + (1 - endless) * min(args.max_new_tokens, 2 * action)
+        overhead = GRAPH if continuous else LAUNCH * config.num_hidden_layers
+        sampling += min(parts, talking) * steps * (2 * n_params / bandwidth + overhead)
+        turns += talking
+    tokens = groups * prompt + turns * (action + answer)
+    update = tokens * 2 * n_params * 5 / (UPDATING * flops)  # forward, once more, backward (as two), pi_ref
+
+    kept = [len(t.ids) for t in experts if len(t.ids) <= args.max_tokens]
+    stage1_tokens = sum(kept) * (2 if args.init == "rctp" else 1) * args.epochs / processes
+    stage1 = stage1_tokens * 2 * n_params * 4 / (UPDATING * flops)
+    if args.offload:  # in each pass weights go to the device twice and gradients come back; AdamW runs on the host
+        a_pass, a_step = 12 * n_params / processes / HOST, 28 * n_params / processes / (2 * HOST)
+        update += tokens / args.tokens_per_pass * a_pass + a_step
+        a_batch = args.stage1_batch / processes * sum(kept) / max(1, len(kept))
+        stage1 += stage1_tokens * (a_pass / args.tokens_per_pass + a_step / max(1, a_batch))
+    return stage1, read * 2 * n_params / (READING * flops), sampling, update
 
 
 def count_parameters(config) -> int:
@@ -1440,35 +1577,17 @@ def count_parameters(config) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def plan(args, train, test, processes: int, gpu: bool, available: float | None):
-    """Print what the run will do and needs. With `available` bytes per process: exit if that is not enough."""
-    try:
-        config = AutoConfig.from_pretrained(args.stage1 or args.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load the configuration of {args.stage1 or args.model!r}: {error}") from None
-    n_params = count_parameters(config)
-    lengths = [expert_length(task, args) for task in tqdm(train, desc="measuring", leave=False)]
-    longest = min(max(lengths), args.max_tokens)
-    print(describe(args, train, test, lengths, processes, n_params, gpu))
-    need = lambda n: sum(memory(args, config, n_params, n, longest, gpu).values())
-    print(f"memory     an estimate, GiB per {'GPU' if gpu else 'process'}:")
-    for name, amount in memory(args, config, n_params, processes, longest, gpu).items():
-        print(f"           {amount / 2**30:8.1f}  {name}")
-    print(f"           {need(processes) / 2**30:8.1f}  in all" + (f"; there is {available / 2**30:.1f}" if available else ""))
-    sizes = [2**i for i in range(10)]
-    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n) / 2**30:.0f}" for n in sizes[:6]))
-    if available and need(processes) > available:
-        enough = next((n for n in sizes if need(n) <= available), None)
-        raise SystemExit(f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} there. " + (
-            f"With {enough} such processes it would: torchrun --nproc-per-node {enough} train_bfcl.py ... Or lower "
-            "--rollout-tokens or --max-tokens, or take a smaller --model." if enough else
-            "No number of them is enough: lower --rollout-tokens or --max-tokens, or take a smaller --model."))
+def expert_play(task: dict, args, tokenizer) -> Trajectory:
+    policy = scripted_policy(expert_turns(task, args.protocol), tokenizer)
+    (t,) = rollout([BFCLEnv(task, args.protocol)], [None], policy, tokenizer, max_turns=10**6, max_tokens=10**9)
+    return t
 
 
-def expert_length(task: dict, args) -> int:
-    (t,) = rollout([BFCLEnv(task, args.protocol)], [None], scripted_policy(expert_turns(task, args.protocol), args.tokenizer),
-                   args.tokenizer, max_turns=args.max_turns, max_tokens=10**9)
-    return len(t.ids)
+def memory_there(processes: Processes) -> int:
+    """Bytes that are free, per process."""
+    if processes.cuda:
+        return torch.cuda.mem_get_info(processes.device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
 
 
 # ===== 17. A tiny run of everything =========================================================================
@@ -1515,7 +1634,7 @@ def main(argv=None):
     if args.plan:
         args.tokenizer = load_tokenizer(args.stage1 or args.model)
         train, test = choose_tasks(args)
-        return plan(args, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
+        return plan(args, args.tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
     processes = Processes(args.offload)
     try:
         if args.smoke:
