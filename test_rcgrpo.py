@@ -2179,7 +2179,7 @@ def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_th
 
 
 def test_bfcl_the_bar_of_rollouts_counts_those_that_are_over(capsys, monkeypatch):
-    monkeypatch.setattr(bfcl, "tqdm", partial(bfcl.tqdm, mininterval=0))
+    monkeypatch.setattr(bfcl, "tqdm", partial(bfcl.tqdm, mininterval=0, miniters=1))
     with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=0)) as progress:
         for still_open in (8, 6, 6, 1, 0):
             progress(still_open)

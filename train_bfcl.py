@@ -36,6 +36,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -963,28 +964,29 @@ def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
 
 
 # ===== 13. Many processes ===================================================================================
-# Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the model is
-# not sharded, and rollouts use the model itself.
+# Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the
+# model is not sharded, and rollouts use the model itself.
 class Processes:
-    """This process among those that torchrun started. Every method that communicates is called by all of them.
+    """This process among those that torchrun started. Methods that communicate are called by all of them.
 
-    offload: masters, gradients and moments stay in the host's memory; only what is being computed is on the device."""
+    offload: weights, gradients and moments stay in the host's memory; layers visit the device to compute."""
 
     def __init__(self, offload: bool = False):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda, self.offload = torch.cuda.is_available(), offload
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
+        self.cuda, self.offload, self.device = torch.cuda.is_available(), offload, torch.device("cpu")
         self.sharded = self.cuda or self.size > 1 or offload
         if self.cuda:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
+        patience = timedelta(hours=6)  # for the slowest rollout
         if self.sharded and not dist.is_initialized():
             alone = {} if self.size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(hours=6), **alone)  # ranks wait for the slowest rollout
+            dist.init_process_group(backend, timeout=patience, **alone)
             if self.size == 1:  # with others, tearing down waits for them: for ever, if this process failed
                 atexit.register(dist.destroy_process_group)
         if self.sharded:
-            self.objects = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # python objects need no GPU
+            self.objects = dist.new_group(backend="gloo", timeout=patience)  # python objects need no GPU
             self.mesh = dist.init_device_mesh(self.device.type, (self.size,))
 
     def gather(self, items: list) -> list:
@@ -999,7 +1001,7 @@ class Processes:
         return items[self.rank::self.size]
 
     def attempt(self, action, kinds=(Exception, CheckpointException)):
-        """(what action() returns, "") or, if it failed in any process, (None, the first error): all get the same."""
+        """(what action() returns, ""), or if it failed in any process (None, the first error)."""
         result, error = None, ""
         try:
             result = action()
@@ -1021,7 +1023,7 @@ class Processes:
             self._end(0)
 
     def fail(self, error: BaseException):
-        """End one of several processes that failed: the others wait for it, and torchrun ends them when it is gone."""
+        """End one of several processes that failed. The others may wait for it: torchrun ends them."""
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             print(error, file=sys.stderr)
         else:
@@ -1029,18 +1031,18 @@ class Processes:
         self._end(1)
 
     def _end(self, code: int):
-        """Python's own teardown is left out: it waits for peers (NCCL), or its threads abort now and then (gloo)."""
+        """Without Python's teardown, which waits for the others (NCCL) or now and then aborts (gloo)."""
         WORKER.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     def shard(self, model):
-        """FSDP2: every process holds 1/N of the fp32 weights, gradients and AdamW moments; the layers compute in bf16 on
-        a GPU. Gradients are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
+        """FSDP2: every process holds 1/N of the fp32 weights, gradients and moments; a GPU computes in bf16.
+        Gradients are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
         if not self.sharded:
             return model
-        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.cuda else MixedPrecisionPolicy()
+        mixed = MixedPrecisionPolicy(self.compute_dtype(), torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.cuda) if self.offload else OffloadPolicy()
         for module in [*model.get_decoder().layers, model]:
             fully_shard(module, mesh=self.mesh, mp_policy=mixed, offload_policy=offload)
@@ -1053,10 +1055,13 @@ class Processes:
         """A plain, frozen copy in the compute type on the device, for rollouts."""
         config = copy.deepcopy(model.config)  # the copy has its own dtype and attention
         with self.device:
-            plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if self.cuda else torch.float32)
+            plain = AutoModelForCausalLM.from_config(config, dtype=self.compute_dtype())
         for target, source in zip(plain.buffers(), model.buffers(), strict=True):
             target.data = target.data.to(source.dtype)  # a router's bias stays fp32
         return self.refresh(plain.eval().requires_grad_(False), model)
+
+    def compute_dtype(self):
+        return torch.bfloat16 if self.cuda else torch.float32
 
     def reference(self, model):
         """pi_ref: a frozen copy, sharded where there are others to share it with."""
@@ -1083,12 +1088,12 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load a tokenizer from {path!r}: {error}\nGive --model the name of a model on the Hugging "
-                         "Face hub or a folder with config.json, weights and tokenizer.") from None
+        raise SystemExit(f"cannot load a tokenizer from {path!r}: {error}\nGive --model the name of a model "
+                         "on the Hugging Face hub or a folder with config.json, weights, tokenizer.") from None
 
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
-    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), reward tokens, then shards: in this order."""
+    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), then reward tokens, then shards."""
     gc.collect()  # a sharded model of an earlier stage is part of reference cycles
     if processes.cuda:
         torch.cuda.empty_cache()
@@ -1104,57 +1109,59 @@ def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
 
 def save_model(model, tokenizer, folder: Path, processes: Processes):
     """A Hugging Face checkpoint, complete or absent: written beside its name and renamed."""
-    dtype = torch.bfloat16 if processes.cuda else torch.float32
+    dtype = processes.compute_dtype()
     state = {name: tensor.to(dtype) for name, tensor in processes.full_state(model).items()}
 
     def write(part: Path):
         model.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
         config = json.loads((part / "config.json").read_text())  # names the type of the master weights
-        write_text(part / "config.json", json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_text(part / "config.json", json.dumps(config, indent=2) + "\n")
 
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
 def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
-    """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and slower
-    without, so it is chosen where that is. Its cache is shared and not padded: three times as large, it keeps a whole step."""
+    """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and
+    slower without: "auto" looks for that. Its cache is shared and not padded; three times as large, it holds
+    a step of the paper's on eight GPUs."""
     flash = model.device.type == "cuda" and is_flash_attn_2_available()
-    if sampler == "continuous" or sampler == "auto" and flash:
-        seed = generator.initial_seed() if generator else 0
-        return ContinuousPolicy(model, chat_format(tokenizer).stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens)
-    return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
+    if sampler == "plain" or sampler == "auto" and not flash:
+        return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
+    stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
+    return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens)
 
 
 class ContinuousPolicy:
-    """Draws from what `rcgrpo.model_policy` draws from; when an action ends, a waiting prompt takes its place at once.
+    """Draws from what `rcgrpo.model_policy` draws from; when an action ends, a waiting prompt takes its
+    place.
 
-    It keeps the keys and values that it has computed, in pages, and finds them again in the next turn and under the other
-    rollouts of a group: pages are shared, so it holds more conversations than a padded cache of the same size.
-    model: a plain copy, not sharded.  seed: fixes the draws of the first call, of the second, ...  cache_tokens: most
-    tokens kept.  N lists of ids -> N lists of ids. Raises RuntimeError if any of the N failed. `close` frees everything.
+    Keys and values of full pages are kept and found again: in the next turn, by the group's other rollouts.
+    model: a plain copy, not sharded.  seed: fixes the draws of the first call, of the second, ...
+    cache_tokens: most tokens whose keys and values are held.
+    N lists of ids -> N lists of ids. Raises RuntimeError if any of the N failed. `close` frees everything.
     """
 
     PAGE = 256  # tokens; what flash attention reads in place
 
     def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19):
-        # All that shapes the draws; the model's own generation config is not read. top_k 0 and top_p 1 cut nothing off.
-        draw = dict(temperature=float(temperature), top_k=0, top_p=1.0) if temperature else {}
-        self.generation = GenerationConfig(
-            do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids)
-        )
+        # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
+        draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
+        self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
+                                           eos_token_id=sorted(stop_ids))
         self.model, self.temperature, self.max_tokens = model, temperature, context_length(model.config)
         self.cache_tokens, self.seeds, self.manager = cache_tokens, torch.Generator().manual_seed(seed), None
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it warns every call; errors we raise
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # errors are raised below
 
     def __call__(self, prompts):
         if self.manager and self.weights != weights_version(self.model):
-            self.close()  # what it keeps are keys and values of other weights
-        outputs = {}
-        with torch.random.fork_rng([self.model.device] if self.model.device.type == "cuda" else []):  # it is reseeded
-            try:
+            self.close()  # what it keeps belongs to other weights
+        outputs, cuda = {}, [self.model.device] if self.model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(cuda):
                 manager = self.manager = self.manager or self._start(prompts)
-                with manager.pause():  # added all at once: timing must not decide which are drawn together
+                with manager.pause():  # added at once: timing must not decide which are drawn together
                     torch.manual_seed(torch.randint(2**62, (), generator=self.seeds).item())
                     requests = manager.add_requests(prompts)
                 while len(outputs) < len(prompts):
@@ -1162,29 +1169,28 @@ class ContinuousPolicy:
                         outputs[output.request_id] = output
                     elif not manager.is_running():
                         break
-            except BaseException:
-                self.close()
-                raise
-        errors = {output.error for output in outputs.values()} - {None}
-        if errors or len(outputs) < len(prompts):
-            cause = manager.background_thread_status.fatal_error
+            errors = {output.error for output in outputs.values()} - {None}
+            if errors or len(outputs) < len(prompts):
+                cause = manager.background_thread_status.fatal_error
+                raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
+        except BaseException:
             self.close()
-            raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
+            raise
         return [outputs[request].generated_tokens for request in requests]
 
     def _start(self, prompts):
-        lengths, longest = [len(prompt) for prompt in prompts], self.generation.max_new_tokens
-        pages = sum(math.ceil((length + longest) / self.PAGE) for length in lengths)
+        lengths, longest_action = [len(prompt) for prompt in prompts], self.generation.max_new_tokens
+        pages = sum(math.ceil((length + longest_action) / self.PAGE) for length in lengths)
         config = ContinuousBatchingConfig(
             page_size=self.PAGE,
-            # Room for what is there and three times as much, up to the limit; the default is 90 % of the free memory.
+            # room for this turn and later ones, up to the limit; the default is 90 % of the free memory
             num_blocks=math.ceil(min(4 * pages, self.cache_tokens / self.PAGE)),
-            max_batch_tokens=min(max(sum(lengths), self.PAGE), 2048),  # without flash: a mask of this times num_blocks
-            disable_nccl_graph_mixing=False,  # is for tensor parallelism and would set an environment variable
+            max_batch_tokens=min(max(sum(lengths), self.PAGE), 2048),  # without flash: a mask of this x cache
+            disable_nccl_graph_mixing=False,  # for tensor parallelism; it would set an environment variable
             seed=0,  # else it draws one
         )
+        hints = WorkloadHints(max(lengths), longest_action, len(prompts))
         self.weights, self.training = weights_version(self.model), self.model.training
-        hints = WorkloadHints(max(lengths), longest, len(prompts))
         manager = self.model.init_continuous_batching(self.generation, config, hints)
         manager.start()
         return manager
@@ -1197,9 +1203,9 @@ class ContinuousPolicy:
             self.model.train(self.training)
 
 
-def evaluate_some(processes: Processes, tasks: list[dict], make_env, policy, tokenizer, reward_token, limits: dict) -> dict:
-    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. To be watched only: the best
-    checkpoint by these numbers would be selected on the test tasks."""
+def evaluate_some(processes: Processes, tasks, make_env, policy, tokenizer, reward_token, limits) -> dict:
+    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. Only to be
+    watched: the best checkpoint by it would be selected on the test tasks."""
     mine = processes.mine(tasks)
     envs = [make_env(task) for task in mine]
     played = rollout(envs, [reward_token] * len(mine), policy, tokenizer, **limits) if mine else []
@@ -1221,29 +1227,30 @@ def rollout_bar(name: str, total: int, processes: Processes):
 
 
 def seeded(processes: Processes, *key) -> torch.Generator:
-    """A generator for this purpose, step and rank alone, so that a resumed run draws what an uninterrupted one draws."""
+    """A generator for this purpose, step and rank alone: a resumed run draws what it would have drawn."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator(processes.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 # ===== 15. The run folder: settings, metrics, checkpoints ===================================================
 def write_folder(folder: Path, write, processes: Processes):
-    """All processes call `write(temporary folder)`; if all succeed it gets its name, else nothing is left of it and the
-    run ends with a message. Two processes never write the same file."""
+    """All processes call `write(temporary folder)`; if all succeed it gets its name, else nothing is left of
+    it and the run ends with a message. Two processes never write the same file."""
     part = folder.with_name(f".{folder.name}.part")
     if processes.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     processes.gather([])
-    _, error = processes.attempt(lambda: write(part), (OSError, RuntimeError, SafetensorError, CheckpointException))
+    kinds = OSError, RuntimeError, SafetensorError, CheckpointException
+    _, error = processes.attempt(lambda: write(part), kinds)
     if processes.rank == 0:
         shutil.rmtree(part if error else folder, ignore_errors=True)
         if not error:
             part.rename(folder)
     processes.gather([])
     if error:
-        raise SystemExit(f"could not write {folder}: {error}\nNothing half-written was left. Make room, then run the "
-                         "same command with --resume: it goes on from the last checkpoint.")
+        raise SystemExit(f"could not write {folder}: {error}\nNothing half-written was left. Make room, then "
+                         "run the same command with --resume: it goes on from the last checkpoint.")
 
 
 class Run:
@@ -1308,32 +1315,35 @@ class Run:
             write_text(self.folder / file, "".join(kept))
 
     def save(self, stage: str, step: int, model, optimizer):
-        """Checkpoint "`step` steps are done"; every process writes its own shards; older ones but the last go."""
+        """Checkpoint "`step` steps are done". Every process writes its shards; older ones but the last go."""
         state = training_state(model, optimizer)
-        write_folder(self.checkpoints / f"{stage}-{step:06d}", lambda part: checkpoint.save(
-            state, checkpoint_id=part, **self.processes.together()), self.processes)
+
+        def write(part):
+            checkpoint.save(state, checkpoint_id=part, **self.processes.together())
+
+        write_folder(self.checkpoints / f"{stage}-{step:06d}", write, self.processes)
         if self.processes.rank == 0:
             for old in sorted(self.checkpoints.glob(f"{stage}-*"))[:-2]:
                 shutil.rmtree(old)
 
     def resume(self, stage: str, model, optimizer, wanted: bool) -> int:
-        """Load the newest readable checkpoint of the stage, written by any number of processes; the number of steps done,
-        0 if there is none."""
+        """Load the newest readable checkpoint of the stage, whatever number of processes wrote it. The number
+        of steps done, 0 if there is none."""
         folders = sorted(self.checkpoints.glob(f"{stage}-*"), reverse=True)
         if folders and not wanted:
-            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume to go on with "
-                             "it, or choose another --out.")
+            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume to "
+                             "go on with it, or choose another --out.")
         for folder in folders:
             saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
             if not error:
+                load = functools.partial(checkpoint.load, checkpoint_id=folder, **self.processes.together())
                 state = training_state(model, optimizer, saved.state_dict_metadata)
-                _, error = self.processes.attempt(lambda: checkpoint.load(
-                    state, checkpoint_id=folder, **self.processes.together()))
+                _, error = self.processes.attempt(functools.partial(load, state))
             if not error:
                 return int(folder.name.rsplit("-", 1)[1])
             self.say(f"{folder} cannot be read ({error.splitlines()[0]}); trying the one before it")
         if folders:
-            raise SystemExit(f"no checkpoint in {self.checkpoints} can be read: begin the stage anew in another --out")
+            raise SystemExit(f"no checkpoint in {self.checkpoints} can be read: start anew in another --out")
         return 0
 
     def finish(self, stage: str, model, tokenizer):
@@ -1352,21 +1362,26 @@ class Run:
 def training_state(model, optimizer, saved: dict | None = None) -> dict:
     """All that training changes, by name: weights, and what the optimizer keeps for each of them.
 
-    saved: what a checkpoint holds; the optimizer is first given as much, to be loaded into."""
-    parameters = dict(model.named_parameters())
+    saved: the names in a checkpoint, with sizes; the optimizer gets places to load them into."""
+    parameters, state = dict(model.named_parameters()), {}
     if saved is not None:
         optimizer.state.clear()
-    for key, entry in (saved or {}).items():
-        kind, _, name = key.partition(".")
-        if kind == "optimizer":
-            name, _, slot = name.rpartition(".")
-            alike = entry.size == parameters[name].shape  # a moment; else a count of steps
-            optimizer.state[parameters[name]][slot] = torch.zeros_like(parameters[name]) if alike else torch.zeros(entry.size)
-    state = {f"model.{name}": parameter for name, parameter in parameters.items()}
+        for key, entry in saved.items():
+            kind, *name, slot = key.split(".")
+            if kind == "optimizer":
+                parameter = parameters[".".join(name)]
+                moment = entry.size == parameter.shape  # else a count of steps
+                place = torch.zeros_like(parameter) if moment else torch.zeros(entry.size)
+                optimizer.state[parameter][slot] = place
     for name, parameter in parameters.items():
-        state.update({f"optimizer.{name}.{slot}": value for slot, value in optimizer.state.get(parameter, {}).items()})
+        state[f"model.{name}"] = parameter
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{slot}"] = value
     return state
 
+
+# torch.distributed.checkpoint warns a process that is alone
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 STAGES = ["stage1", "stage2"]
 STAGE_FOLDER = {"stage1": "stage1", "stage2": "model"}
@@ -1384,9 +1399,9 @@ def write_text(path: Path, text: str):
 
 
 # ===== 16. The plan =========================================================================================
-# What the run needs, before anybody pays for it. The formulas of memory are held against tracked figures by a test; those
-# of time are a model: the shares of a data sheet's numbers that such programs usually reach.
-# name -> bf16 FLOP/s, bytes/s of its memory
+# What the run needs, before anybody pays for it. A test holds the formulas of memory against tracked figures;
+# those of time are a model, with the shares of a data sheet's numbers that such programs usually reach.
+# name: (bf16 FLOP/s, bytes/s of its memory)
 GPUS = {"a100": (312e12, 2e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "4090": (165e12, 1e12)}
 READING, UPDATING = 0.45, 0.4  # shares of the peak FLOP/s
 LAUNCH, GRAPH = 0.001, 0.002  # seconds: a layer of a plain step of sampling; a step of continuous batching
@@ -1395,7 +1410,7 @@ HOST = 25e9  # bytes/s between host and device
 
 
 def plan(args, tokenizer, train, test, processes: int, gpu: bool, available: float | None):
-    """Print what the run will do and needs. With `available` bytes per process: exit if that is not enough."""
+    """Print what the run will do and needs. With `available` bytes per process: exit if they are too few."""
     try:
         config = AutoConfig.from_pretrained(args.stage1 or args.model).get_text_config()
     except (OSError, ValueError) as error:
@@ -1405,62 +1420,64 @@ def plan(args, tokenizer, train, test, processes: int, gpu: bool, available: flo
     print(describe(args, train, test, [len(t.ids) for t in experts], processes, n_params, gpu))
 
     def need(n):
-        return sum(size for _, size, _ in memory(args, config, n_params, n, gpu))
+        return sum(size for _, size, _ in memory(args, config, n_params, n, gpu)) / 2**30
 
-    parts = memory(args, config, n_params, processes, gpu)
-    print(f"memory     GiB per {'GPU, without 1 to 2 for CUDA and NCCL' if gpu else 'process'}:")
+    parts, total = memory(args, config, n_params, processes, gpu), need(processes)
+    sizes = [2**i for i in range(10)]
+    largest, _, remedy = max(parts, key=lambda part: part[1])
+    host, disk = host_and_disk(args, n_params, processes)
+    free = f", {available / 2**30:.1f} are free" if available else ""
+    print(f"memory     GiB per {'GPU; CUDA and NCCL take 1 to 2 more' if gpu else 'process'}")
     for name, size, _ in parts:
         print(f"           {size / 2**30:8.1f}  {name}")
-    there = f"; free are {available / 2**30:.1f}" if available else ""
-    name, _, remedy = max(parts, key=lambda part: part[1])
-    print(f"           {need(processes) / 2**30:8.1f}  in all{there}; the largest part is {name}: {remedy}")
-    sizes = [2**i for i in range(10)]
-    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n) / 2**30:.0f}" for n in sizes[:6]))
-    host, disk = host_and_disk(args, n_params, processes)
-    print(f"           of the machine {host / 2**30:.0f} GiB, of the disk {disk / 2**30:.0f} GiB")
+    print(f"           {total:8.1f}  in all{free}; the largest part is {largest}: {remedy}")
+    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n):.0f}" for n in sizes[:6]))
+    print(f"           of the machine's own {host / 2**30:.0f}, of the disk {disk / 2**30:.0f}")
     if gpu:
         print(hours(args, experts, config, n_params, processes))
-    if available and need(processes) > available:
-        enough = next((n for n in sizes if need(n) <= available), None)
-        raise SystemExit(
-            f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} free. "
-            f"The largest part is {name}: {remedy}. "
-            + (f"With {enough} such processes it would fit: torchrun --nproc-per-node {enough} train_bfcl.py ..."
-               if enough else "No number of them is enough."))
+    if available and total * 2**30 > available:
+        enough = next((n for n in sizes if need(n) * 2**30 <= available), None)
+        others = "No number of processes is enough." if enough is None else (
+            f"With {enough} such processes it fits: torchrun --nproc-per-node {enough} train_bfcl.py ...")
+        raise SystemExit(f"{args.model} does not fit: {total:.0f} GiB needed{free}. "
+                         f"The largest part is {largest}: {remedy}. {others}")
 
 
 def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
-    rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
+    too_long = sum(n > args.max_tokens for n in lengths)
+    rows = (len(lengths) - too_long) * (2 if args.init == "rctp" else 1)
     steps = math.ceil(rows / args.stage1_batch) * args.epochs
     stage1 = stage2 = "none"
-    if steps and not args.stage1 and args.init != "none":
-        stage1 = f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, lr {args.stage1_lr}"
+    if args.init != "none" and not args.stage1:
+        stage1 = (f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, "
+                  f"lr {args.stage1_lr}")
     if args.rl != "none":
         stage2 = (f"{args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, "
                   f"beta {args.beta}")
-    fits = "no test task's gold calls occur in training"
+    leak = "no test task's gold calls occur in training"
     if args.split != "grouped":
-        fits = (f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold calls: "
-                "memorisation helps")
+        leak = (f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold "
+                "calls: memorisation helps")
     lines = [
         f"arm        {args.init} + {args.rl} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} "
         f"{'GPU' if gpu else 'CPU process'}(s)",
-        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {fits}",
+        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {leak}",
         f"protocol   {args.protocol}",
-        f"tokens     expert trajectories {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
-        f"{sum(n > args.max_tokens for n in lengths)} longer than --max-tokens {args.max_tokens} are left out",
-        f"stage 1    {stage1}", f"stage 2    {stage2}",
+        f"tokens     experts {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
+        f"{too_long} longer than --max-tokens {args.max_tokens} are left out",
+        f"stage 1    {stage1}",
+        f"stage 2    {stage2}",
         f"evaluation {len(test)} tasks under {', '.join(args.goals)}",
     ]
     if args.init == "rctp" and args.epochs == 5 or args.rl != "none" and args.batch in (64, 256):
-        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for a fair "
-                     "comparison of arms set --epochs and --batch alike")
+        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for "
+                     "a fair comparison of arms set --epochs and --batch alike")
     return "\n".join(lines)
 
 
 def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple[str, float, str]]:
-    """(part, bytes per process, what lowers it). Rollouts and updates take turns: the larger of them counts."""
+    """(part, bytes per process, what lowers it). Rollouts and updates take turns: the larger one counts."""
     compute, alone = (2 if gpu else 4), not gpu and processes == 1
     fp32 = 0 if args.offload else 4 * n_params / processes
     rollouts = rollout_memory(args, config, compute, gpu)
@@ -1470,16 +1487,19 @@ def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple
         parts.append(("the copy that rolls out", 0 if alone else compute * n_params, "a smaller --model"))
     if args.rl != "none" and args.beta:
         parts.append(("pi_ref", compute * n_params / processes, "more GPUs, or --beta 0"))
-    if rollouts > update and args.rl != "none":
+    if args.rl != "none" and rollouts > update:
         return [*parts, ("a rollout's keys and values", rollouts, "lower --rollout-tokens")]
-    flag = "--tokens-per-pass" if args.max_tokens <= args.tokens_per_pass else "--max-tokens"  # a row is not split
-    return [*parts, ("an update, with its gradients", update, f"lower {flag}")]
+    longer = args.max_tokens > args.tokens_per_pass  # a trajectory can be a pass of its own
+    remedy = "lower --max-tokens" if longer else "lower --tokens-per-pass"
+    return [*parts, ("an update, with its gradients", update, remedy)]
 
 
 def update_memory(args, config, n_params: int, compute: int) -> float:
-    """A pass over T tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits. Beside it live the
-    hidden states that layers are computed again from, the root's gathered weights and gradients, and a few layers."""
-    T, width, layers = max(args.tokens_per_pass, args.max_tokens), config.hidden_size, config.num_hidden_layers
+    """A pass over T tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits.
+    Beside them live a hidden state per layer, weights and gradients outside the layers, gathered, and those
+    of a few."""
+    T = max(args.tokens_per_pass, args.max_tokens)
+    width, layers = config.hidden_size, config.num_hidden_layers
     inner, vocabulary = getattr(config, "intermediate_size", None) or 4 * width, config.vocab_size
     mlp = T * ((layers + 15) * width + 6 * inner) * compute
     logits = T * layers * width * compute + 4 * 1024 * vocabulary * 4
@@ -1490,7 +1510,7 @@ def update_memory(args, config, n_params: int, compute: int) -> float:
 
 
 def rollout_memory(args, config, compute: int, gpu: bool) -> float:
-    """The cache, and one layer's part of a prefill with its mask (plain), or what continuous batching works with."""
+    """The cache, and a layer's part of reading with its mask, or what continuous batching works with."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     cache = args.rollout_tokens * bytes_in_cache(config, compute)
     if is_continuous(args, gpu):
@@ -1502,7 +1522,8 @@ def bytes_in_cache(config, compute: int) -> int:
     """Keys and values of a token."""
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * compute
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * width * compute
 
 
 def is_continuous(args, gpu: bool) -> bool:
@@ -1510,32 +1531,32 @@ def is_continuous(args, gpu: bool) -> bool:
 
 
 def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
-    """Bytes: of the machine's memory, if all processes are on it; of the disk, for three checkpoints and two models."""
+    """Bytes of the machine's memory, with all processes on it, and of the disk (3 checkpoints, 2 models)."""
     loading, saving = 4 * n_params * processes, 6 * n_params
     return max(loading, saving + (16 * n_params if args.offload else 0)), 3 * 12 * n_params + 2 * 2 * n_params
 
 
 def hours(args, experts: list[Trajectory], config, n_params: int, processes: int) -> str:
-    """A model of the time on --gpu, and what it assumes."""
+    """The model's time on --gpu, and what it assumes."""
     stage1, *step = seconds(args, experts, config, n_params, processes)
-    continuous, lines = is_continuous(args, True), []
+    sampler = "continuous batching" if is_continuous(args, True) else "the plain sampler"
+    lines = []
     if args.init != "none" and not args.stage1:
         lines.append(f"stage 1 {stage1 / 3600:.1f} h")
     if args.rl != "none":
-        reading, sampling, update = step
-        lines.append(f"stage 2 {args.steps * sum(step) / 3600:.0f} h, a step {sum(step):.0f} s: {reading:.0f} reading, "
-                     f"{sampling:.0f} sampling, {update:.0f} update")
-    return (f"time       on {processes} {args.gpu}, modelled, not measured: {'; '.join(lines) or 'evaluation alone'}\n"
-            f"           {'continuous batching' if continuous else 'plain sampler'}, {READING:.0%} of peak FLOP/s for "
-            f"reading, {UPDATING:.0%} for updates; rollouts like the\n           experts', but {LOOPING:.0%} of them loop to "
-            f"--max-turns, and {ENDLESS:.1%} of actions run to --max-new-tokens")
+        lines.append(f"stage 2 {args.steps * sum(step) / 3600:.0f} h, a step {sum(step):.0f} s "
+                     f"({step[0]:.0f} reading, {step[1]:.0f} sampling, {step[2]:.0f} update)")
+    return (f"time       on {processes} {args.gpu}, modelled, not measured: {'; '.join(lines)}\n"
+            f"           {sampler}; {READING:.0%} of peak FLOP/s for reading, {UPDATING:.0%} for updates;\n"
+            f"           rollouts like the experts', but {LOOPING:.0%} of them loop to --max-turns and\n"
+            f"           {ENDLESS:.1%} of actions run to --max-new-tokens")
 
 
 def seconds(args, experts: list[Trajectory], config, n_params: int, processes: int) -> tuple:
     """Of stage 1, and of reading, sampling and updating in a step of stage 2."""
     flops, bandwidth = GPUS[args.gpu]
     continuous = is_continuous(args, True)
-    said = [sum(b > a for a, b in zip([0, *t.mask], t.mask)) for t in experts]  # actions of each
+    said = [sum(b > a for a, b in itertools.pairwise([0, *t.mask])) for t in experts]  # actions of each
     prompt = sum(t.mask.index(1) for t in experts) / len(experts)
     action = sum(sum(t.mask) for t in experts) / sum(said)
     answer = (sum(len(t.ids) for t in experts) - prompt * len(experts)) / sum(said) - action
@@ -1564,7 +1585,7 @@ def seconds(args, experts: list[Trajectory], config, n_params: int, processes: i
     kept = [len(t.ids) for t in experts if len(t.ids) <= args.max_tokens]
     stage1_tokens = sum(kept) * (2 if args.init == "rctp" else 1) * args.epochs / processes
     stage1 = stage1_tokens * 2 * n_params * 4 / (UPDATING * flops)
-    if args.offload:  # in each pass weights go to the device twice and gradients come back; AdamW runs on the host
+    if args.offload:  # each pass moves the weights there twice and the gradients back; AdamW runs on the host
         a_pass, a_step = 12 * n_params / processes / HOST, 28 * n_params / processes / (2 * HOST)
         update += tokens / args.tokens_per_pass * a_pass + a_step
         a_batch = args.stage1_batch / processes * sum(kept) / max(1, len(kept))
@@ -1578,9 +1599,9 @@ def count_parameters(config) -> int:
 
 
 def expert_play(task: dict, args, tokenizer) -> Trajectory:
-    policy = scripted_policy(expert_turns(task, args.protocol), tokenizer)
-    (t,) = rollout([BFCLEnv(task, args.protocol)], [None], policy, tokenizer, max_turns=10**6, max_tokens=10**9)
-    return t
+    env, policy = BFCLEnv(task, args.protocol), scripted_policy(expert_turns(task, args.protocol), tokenizer)
+    (trajectory,) = rollout([env], [None], policy, tokenizer, max_turns=10**6, max_tokens=10**9)
+    return trajectory
 
 
 def memory_there(processes: Processes) -> int:
@@ -1645,7 +1666,7 @@ def main(argv=None):
     except BaseException as error:
         stopped = None
         if isinstance(error, KeyboardInterrupt):
-            stopped = SystemExit(f"\nstopped; what {args.out} holds is whole. The same command with --resume goes on.")
+            stopped = SystemExit(f"\nstopped; {args.out} is whole; the same command with --resume goes on")
         if processes.size > 1:
             processes.fail(stopped or error)
         if stopped:
