@@ -2464,6 +2464,371 @@ def test_bfcl_the_papers_differences_are_within_the_noise_of_80_tasks():
     assert fisher(37, 39) == pytest.approx(0.87, abs=0.01)  # 46.25 % and 48.75 %
 
 
+# ----- the wiring: every flag changes what it names, and nothing else
+
+
+class Toy(torch.nn.Module):
+    """In place of a model: one number, which "training" changes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(float(value)))
+        self.config = None
+
+
+class Recording:
+    """A run of train_bfcl.py in which models are numbers; what everybody is given is written down by its place."""
+
+    def __init__(self, base, out, monkeypatch):
+        self.base, self.out, self.seen = base, out, {}
+        self.thread = threading.local()
+        tokenizer = bfcl.load_tokenizer(base)
+        numbers = {task["id"]: task for task in TASKS if bfcl.task_number(task) < 15}
+        patched = {"load_tasks": lambda: list(numbers.values()), "plan": self.plan, "smoke": self.smoke,
+                   "load_tokenizer": lambda path: copy.deepcopy(tokenizer), "load_model": self.load,
+                   "save_model": self.save, "make_policy": self.policy, "rollout": self.rollout,
+                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
+                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT}
+        self.real_rollout = bfcl.rollout
+        for name, fake in patched.items():
+            monkeypatch.setattr(bfcl, name, fake)
+        save = bfcl.Run.save
+        monkeypatch.setattr(bfcl.Run, "save", lambda run, stage, step, *models: (
+            self.note("checkpoints", (stage, step)), save(run, stage, step, *models)))
+
+    def note(self, place, value):
+        rank = getattr(self.thread, "rank", 0)
+        self.seen.setdefault((rank, place), []).append(value)
+
+    def notes(self, place, rank=0):
+        return self.seen.get((rank, place), [])
+
+    def plan(self, s, tokenizer, train, test, processes, gpu, available):
+        self.note("plan", "asked for" if available is None else "before a run")
+
+    def smoke(self, argv, processes):
+        self.note("smoke", True)
+
+    def load(self, path, tokenizer, processes, checkpointing):
+        self.note("loaded", os.path.relpath(path, self.out))
+        file = Path(path) / "value"
+        return Toy(float(file.read_text()) if file.exists() else 0)
+
+    def save(self, model, tokenizer, folder, processes, origin):
+        if processes.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "value").write_text(str(model.value.item()))
+            (folder / "rcgrpo.json").write_text(json.dumps(origin))
+        self.note(f"origin of {folder.name}", origin)
+        processes.gather([])
+
+    def policy(self, model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
+        def policy(prompts):
+            raise AssertionError("rollouts are faked")
+        seed = generator.initial_seed() if generator else None
+        policy.given = {"temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
+                        "cache_tokens": cache_tokens, "seed": seed}
+        policy.model, policy.temperature = model, temperature
+        return policy
+
+    def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
+        stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
+        envs = list(envs)
+        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol,
+                 "reward_tokens": tuple(reward_tokens), "limits": limits,
+                 **getattr(policy, "given", {})}
+        for name, value in place.items():
+            self.note(f"{stage}: {name}", value)
+        if stage == "scripts":
+            (t,) = self.real_rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
+            self.note("scripts: actions", tuple(t.action_ids))
+            return [t]
+        self.note(f"{stage}: model", policy.model.value.item())
+        played = []
+        for row, env in enumerate(envs):
+            ids = chat_format(tokenizer).prompt(env.reset(), reward_tokens[row]) + [row + 5]
+            right = float(stage == "failures" and row % 2)  # every other rollout of the base model is right
+            played.append(Trajectory(ids, [0] * (len(ids) - 1) + [1], reward_tokens[row], (groups or ids)[row], right))
+        return played
+
+    def stage1(self, model, optimizer, trajectories, gather=None, **settings):
+        self.note("stage 1: learning rate", optimizer.param_groups[0]["lr"])
+        self.note("stage 1: rows", tuple((t.group, t.reward_token, t.reward) for t in trajectories))
+        self.note("stage 1: model", model.value.item())
+        for name, value in settings.items():
+            self.note(f"stage 1: {name}", value)
+        return {"loss": 0.0, "skipped": 0, "grad_norm": 1.0, "everywhere": sum(gather([len(trajectories)])),
+                **self.train(model, optimizer, 1)}
+
+    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None, gather=None,
+               mine=None, limits=None, **settings):
+        limits["progress"](3)
+        place = {"learning rate": optimizer.param_groups[0]["lr"], "tasks": tuple(task["id"] for task in tasks),
+                 "protocol": make_env(tasks[0]).protocol, "reward tokens' seed": generator.initial_seed(),
+                 "limits": {name: value for name, value in limits.items() if name != "progress"},
+                 "model": model.value.item(), "sampled model": policy.model.value.item(),
+                 "reference": None if ref_model is None else ref_model.value.item(),
+                 "models apart": ref_model is not model and (ref_model is None or not ref_model.value.requires_grad),
+                 "share": tuple(mine(list(range(4)))), **policy.given, **settings}
+        for name, value in place.items():
+            self.note(f"stage 2: {name}", value)
+        metrics = {name: 0.5 for name in ("reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl",
+                                          "truncated", "rollout_seconds", "update_seconds", "grad_norm")}
+        everywhere = sum(gather([len(tasks)]))
+        return {**metrics, "skipped": 0, "everywhere": everywhere, **self.train(model, optimizer, 10)}, []
+
+    def train(self, model, optimizer, by):
+        assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+        model.value.data += by
+        return {}
+
+    def run(self, *flags):
+        bfcl.main(["--model", self.base, "--out", self.out, *RECORDED, *flags])
+        return self.record()
+
+    def record(self):
+        """place -> what was noted there, and what the run folder says."""
+        record = {place: values for (rank, place), values in self.seen.items() if rank == 0}
+        if (self.out / "eval.json").exists():
+            report = json.loads((self.out / "eval.json").read_text())
+            record |= {f"report: {name}": report[name] for name in ("arm", "reward_token", "split", "protocol")}
+            record["report: goals"] = list(report["goals"])
+        return {**record, "folder": self.out.name}
+
+
+RECORDED = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 3 --group-size 3 --checkpoint-every 2 "
+            "--max-tokens 9000 --lr 1e-3 --stage1-lr 1e-2").split()
+
+
+@pytest.fixture(scope="module")
+def recorded(base, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return Recording(base, tmp_path_factory.mktemp("recorded") / "x", monkeypatch).run()
+
+
+SAMPLERS = ["failures", "stage 2", "evaluation"]
+ROLLOUTS = ["scripts", *SAMPLERS]
+
+
+def everywhere(places, names):
+    return {f"{place}: {name}" for place in places for name in ([names] if isinstance(names, str) else names)}
+
+
+POLICY = ["temperature", "sampler", "max_new_tokens", "cache_tokens", "seed", "model"]
+SCRIPTS = everywhere(["scripts"], ["tasks", "protocol", "reward_tokens", "limits", "actions"])
+FAILURES = everywhere(["failures"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
+STAGE_1 = everywhere(["stage 1"], ["learning rate", "rows", "model", "tokens_per_pass", "max_grad_norm"])
+EVALUATION = everywhere(["evaluation"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
+REPORT = everywhere(["report"], ["arm", "reward_token", "split", "protocol", "goals"])
+ORIGINS = {"origin of stage1", "origin of model"}
+TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: rows", "stage 2: tasks", "evaluation: tasks"}
+LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "evaluation: model"}
+STAGE_2 = everywhere(["stage 2"], ["learning rate", "tasks", "protocol", "reward tokens' seed", "limits", "model", "sampled model",
+                                   "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
+                                   "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates",
+                                   "tokens_per_pass", "max_grad_norm"])
+
+# flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
+WIRING = {
+    "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
+    "--stage": ("data", {"loaded", "checkpoints"} | STAGE_1 | STAGE_2 | EVALUATION | REPORT | ORIGINS,
+                {"stage 1: rows": None, "loaded": ["{base}"]}),
+    "--resume": ("", set(), {}),
+    "--plan": ("", {"plan", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2 | EVALUATION | REPORT | ORIGINS,
+               {"plan": ["asked for"], "loaded": None}),
+    "--smoke": ("", {"smoke", "plan", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2 | EVALUATION | REPORT
+                | ORIGINS, {"smoke": [True], "loaded": None}),
+    "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
+    "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
+    "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
+               {"report: arm": "sft + rc-grpo", "scripts: reward_tokens": [(None,)] * 4}),
+    "--rl": ("grpo", {"report: arm", "stage 2: p", "origin of model"}, {"stage 2: p": [1.0] * 3}),
+    "--split": ("paper", TASKS_OF | ORIGINS | {"report: split"}, {"report: split": "paper"}),
+    "--protocol": ("turns", everywhere(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
+                   {"stage 2: protocol": ["turns"] * 3}),
+    "--limit": ("3", TASKS_OF | SCRIPTS | ORIGINS | {"failures: reward_tokens", "evaluation: reward_tokens"},
+                {"evaluation: reward_tokens": [(HIGH,) * 3, (LOW,) * 3, (None,) * 3]}),
+    "--seed": ("1", {"scripts: actions", "failures: seed", "stage 1: rows", "stage 2: tasks", "stage 2: seed",
+                     "stage 2: reward tokens' seed"} | ORIGINS, {}),
+    "--stage1": ("{stage1}", {"loaded", "origin of stage1"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS,
+                 {"loaded": ["{stage1}", "model"], "stage 2: reference": [70.0] * 3}),
+    "--failures": ("corrupt", {"loaded"} | FAILURES | SCRIPTS, {"failures: tasks": None}),
+    "--failure-temperature": ("0.3", {"failures: temperature"}, {"failures: temperature": [0.3]}),
+    "--stage1-lr": ("2e-3", {"stage 1: learning rate"}, {"stage 1: learning rate": [2e-3] * 2}),
+    "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
+    "--epochs": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"stage 1: max_grad_norm": [1.0] * 4}),
+    "--lr": ("2e-4", {"stage 2: learning rate"}, {"stage 2: learning rate": [2e-4] * 3}),
+    "--batch": ("3", {"stage 2: tasks"}, {}),
+    "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2, {"stage 2: G": [3] * 2, "checkpoints": None}),
+    "--updates": ("4", {"stage 2: updates"}, {"stage 2: updates": [4] * 3}),
+    "--group-size": ("6", {"stage 2: G"}, {"stage 2: G": [6] * 3}),
+    "--p-high": ("0.25", {"stage 2: p"}, {"stage 2: p": [0.25] * 3}),
+    "--stratified": ("", {"stage 2: stratified"}, {"stage 2: stratified": [True] * 3}),
+    "--temperature": ("0.6", {"stage 2: temperature"}, {"stage 2: temperature": [0.6] * 3}),
+    "--beta": ("0", {"stage 2: beta", "stage 2: reference"}, {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
+    "--clip": ("0.3", {"stage 2: clip"}, {"stage 2: clip": [0.3] * 3}),
+    "--ratio": ("trajectory", {"stage 2: ratio"}, {"stage 2: ratio": ["trajectory"] * 3}),
+    "--max-grad-norm": ("0.5", everywhere(["stage 1", "stage 2"], "max_grad_norm"), {"stage 2: max_grad_norm": [0.5] * 3}),
+    "--max-tokens": ("9001", everywhere(ROLLOUTS, "limits"), {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
+    "--max-new-tokens": ("33", everywhere(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
+    "--max-turns": ("29", everywhere(ROLLOUTS, "limits"), {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
+    "--tokens-per-pass": ("999", everywhere(["stage 1", "stage 2"], "tokens_per_pass"), {"stage 1: tokens_per_pass": [999] * 2}),
+    "--rollout-tokens": ("777", everywhere(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
+    "--sampler": ("continuous", everywhere(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
+    "--checkpoint-every": ("1", {"checkpoints"}, {"checkpoints": [("stage1", 1), ("stage2", 1), ("stage2", 2)]}),
+}
+
+
+def test_bfcl_every_flag_is_in_the_table_of_the_wiring():
+    assert set(WIRING) == {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
+
+
+@pytest.mark.parametrize("flag", WIRING)
+def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_path, monkeypatch, flag):
+    value, places, then = WIRING[flag]
+    names = {"tmp": tmp_path, "other": tmp_path / "m", "stage1": tmp_path / "s", "base": base}
+    if value == "{other}":
+        shutil.copytree(base, tmp_path / "m")
+    if value == "{stage1}":
+        Workshop(base, base, tmp_path).changed(base, "s", "config.json", config(reward_token_ids=[1, 2]))
+        (tmp_path / "s" / "value").write_text("70")
+    recording = Recording(base, tmp_path / ("other" if flag == "--out" else "x"), monkeypatch)
+    record = recording.run(flag, *[value.format(**names)] * bool(value))
+    changed = {place for place in recorded.keys() | record.keys() if recorded.get(place) != record.get(place)}
+    changed -= {"folder"} if flag != "--out" else set()
+    assert changed == places
+    for place, expected in then.items():
+        if place == "loaded" and expected:
+            expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path for path in expected]
+        assert record.get(place) == expected, place
+
+
+def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
+    """The run without further flags: models are numbers, stage 1 adds 1 at each of 2 steps, stage 2 adds 10 at each of 3."""
+    r = recorded
+    assert r["loaded"][2:] == ["stage1", "model"] and r["loaded"][0] == r["loaded"][1]
+    assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7] and r["failures: reward_tokens"] == [(None,) * 4]
+    (sampled,) = r["failures: tasks"]
+    corrupted = [tasks[0] for tasks, (token,) in zip(r["scripts: tasks"], r["scripts: reward_tokens"]) if token == LOW]
+    assert set(corrupted) == set(sampled[1::2])  # where the base model was right, an expert is corrupted; nowhere else
+    rows = [row for rows in r["stage 1: rows"] for row in rows]
+    assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
+    assert r["stage 1: model"] == [0, 1] and r["stage 1: learning rate"] == [1e-2] * 2
+    assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22] and r["stage 2: learning rate"] == [1e-3] * 3
+    assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: models apart"] == [True] * 3
+    assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
+    assert len({*r["stage 2: seed"], *r["stage 2: reward tokens' seed"], *r["failures: seed"]}) == 7
+    assert {*itertools.chain(*r["stage 2: tasks"])} == {*sampled}
+    assert r["evaluation: model"] == [32] * 3 and r["evaluation: temperature"] == [0] * 3
+    assert r["evaluation: reward_tokens"] == [(HIGH,) * 4, (LOW,) * 4, (None,) * 4]
+    assert len({*r["evaluation: tasks"]}) == 1 and not {*r["evaluation: tasks"][0]} & {*sampled}
+    assert {r[f"{place}: protocol"][0] for place in ROLLOUTS} == {"combined"}
+
+
+ARMS = {  # P(high) in stage 2, and the reward tokens of stage 1
+    ("rctp", "rc-grpo"): (0.5, {HIGH, LOW}), ("rctp", "grpo"): (1.0, {HIGH, LOW}), ("rctp", "none"): ("no stage 2", {HIGH, LOW}),
+    ("sft", "rc-grpo"): (0.5, {None}), ("sft", "grpo"): (None, {None}), ("sft", "none"): ("no stage 2", {None}),
+    ("none", "rc-grpo"): (0.5, set()), ("none", "grpo"): (None, set()), ("none", "none"): ("no stage 2", set()),
+}
+
+
+@pytest.mark.parametrize("init, rl", ARMS)
+def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
+    record = Recording(base, tmp_path / "x", monkeypatch).run("--init", init, "--rl", rl)
+    p, tokens = ARMS[init, rl]
+    assert {*record.get("stage 2: p", ["no stage 2"])} == {p}
+    assert {token for rows in record.get("stage 1: rows", []) for _, token, _ in rows} == tokens
+    start, end = 0, 30 * (rl != "none")
+    if init != "none":
+        start = len(record["stage 1: rows"])
+    assert record["evaluation: model"] == [start + end] * 3 and record.get("stage 2: model", [start])[0] == start
+    assert record["report: arm"] == f"{init} + {rl}"
+    assert record.get("origin of model", [{"init": init, "rl": rl}])[0]["rl"] == rl
+    assert record.get("origin of stage1", [{"rl": "none"}])[0]["rl"] == "none"
+
+
+def test_bfcl_the_sampler_is_given_what_it_needs(base, monkeypatch):
+    tokenizer, generator = bfcl.load_tokenizer(base), torch.Generator().manual_seed(9)
+    settings = {"temperature": 0.6, "max_new_tokens": 7, "cache_tokens": 99, "generator": generator}
+    for sampler in ("plain", "auto"):  # auto: no GPU here
+        policy = bfcl.make_policy(tiny_model(50), tokenizer, sampler=sampler, **settings)
+        assert {name: getattr(policy, name) for name in settings} == settings
+        assert policy.stop_ids == {tokenizer.eos_token_id}
+    given = []
+    monkeypatch.setattr(bfcl, "continuous_policy", lambda *arguments: given.append(arguments) or (lambda prompts: prompts))
+    model = tiny_model(50)
+    policy = bfcl.make_policy(model, tokenizer, sampler="continuous", **settings)
+    assert given == [(model, 0.6, 7, {tokenizer.eos_token_id}, 9)] and policy.temperature == 0.6
+
+
+class Beside:
+    """One of two processes that are threads: everything that a process has to say to another goes through here."""
+
+    size, cuda, sharded, device = 2, False, True, torch.device("cpu")
+    barrier, said = threading.Barrier(2, timeout=60), {}
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def gather(self, items):
+        self.said[self.rank] = list(items)
+        self.barrier.wait()
+        gathered = self.said[0] + self.said[1]
+        self.barrier.wait()
+        return gathered
+
+    def mine(self, items):
+        return items[self.rank :: self.size]
+
+    def whole_copy(self, model):
+        return copy.deepcopy(model).requires_grad_(False)
+
+    reference = whole_copy
+
+    def refresh(self, actor, model):
+        actor.value.data.copy_(model.value.data)
+
+
+def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, tmp_path, monkeypatch):
+    recording, failures = Recording(base, tmp_path / "x", monkeypatch), []
+
+    def process(rank):
+        recording.thread.rank = rank
+        try:
+            settings = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *RECORDED])
+            bfcl.pipeline(settings, Beside(rank))
+        except BaseException as error:
+            failures.append(error)
+            Beside.barrier.abort()
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+    def both(place):
+        return recording.notes(place, 0), recording.notes(place, 1)
+
+    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shares of what one would do
+        for mine, theirs, whole in zip(*both(place), recorded[place], strict=True):
+            assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
+    for place in ("stage 2: seed", "stage 2: reward tokens' seed", "failures: seed"):
+        assert len({*itertools.chain(*both(place))}) == 2 * len(recorded[place])
+    for rank in (0, 1):
+        assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is brought up to date
+        assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
+        assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
+    lines = read_lines(tmp_path / "x" / "metrics.jsonl")
+    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes, and one of them writes
+    evaluated = [(line["goal"], line["id"]) for line in read_lines(tmp_path / "x" / "trajectories.jsonl")]
+    assert len({*evaluated}) == len(evaluated) == 12
+    assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
+
+
 def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(bfcl, "Processes", None)
@@ -2676,16 +3041,16 @@ def test_two_processes_make_the_update_of_one_and_sample_differently(tmp_path, k
     assert runs[1]["draws"][0] != runs[1]["draws"][1] and runs[1]["draws"][0] == runs[0]["draws"][0]
 
 
-def test_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):  # [D3] [D4]
+def test_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
     script = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import test_rcgrpo as spec, train_bfcl as bfcl
-spec.reward_parity()
+bfcl.pipeline = spec.small_pipeline
 log = bfcl.Run.log
 
-def dies(run, stage, step, metrics):
-    log(run, stage, step, metrics)
+def dies(run, stage, step, *more):
+    log(run, stage, step, *more)
     if [stage, str(step)] == sys.argv[2:4]:
         os._exit(9)
 
@@ -2718,21 +3083,154 @@ processes.gather([2])
     assert result.returncode != 0 and "exitcode" in result.stderr and time.monotonic() - start < 60
 
 
-def test_smoke_runs_every_stage_of_every_arm(tmp_path):
-    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", "--smoke", "--out", tmp_path / "smoke"], text=True,
-                            capture_output=True)
+def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):
+    flags = ["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--goals", "low",
+             "--out", tmp_path / "smoke"]
+    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", *flags], text=True, capture_output=True)
+    printed = result.stdout + result.stderr
     assert result.returncode == 0, result.stderr[-3000:]
-    for init in ("rctp", "sft", "none"):
-        for rl in ("rc-grpo", "grpo", "none"):
-            folder = tmp_path / "smoke" / f"{init}+{rl}"
-            assert set(json.loads((folder / "eval.json").read_text())["goals"]) == {"high", "low", "none"}
-            assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/4[)]", result.stdout + result.stderr)
-            marks = {json.loads(line).get("reward_low") is not None for line in open(folder / "metrics.jsonl")
-                     if '"stage2"' in line} if rl != "none" else set()
-            assert marks <= {rl == "rc-grpo", False}
+    assert "R was not the benchmark's" in printed
+    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
+        folder = tmp_path / "smoke" / f"{init}+{rl}"
+        settings, report = (json.loads((folder / name).read_text()) for name in ("config.json", "eval.json"))
+        assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 2)
+        assert set(report["goals"]) == {"low"} and report["protocol"] == "turns"
+        assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/2[)]", printed)
+        steps = [line for line in read_lines(folder / "metrics.jsonl") if line["stage"] == "stage2"] if rl != "none" else []
+        assert len(steps) == 2 * (rl != "none") and any(step["grad_norm"] > 0 for step in steps) == (rl != "none")
+        assert {step["reward_low"] is not None for step in steps} <= {rl == "rc-grpo", False}
     assert weights(tmp_path / "smoke" / "rctp+rc-grpo" / "model")  # loads with transformers alone
 
 
+def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: ran.append((s.init, s.rl, s.model, s.lr, train_env)))
+    flags = ["--smoke", "--init", "sft", "--rl", "grpo", "--model", "mine", "--lr", "0.25", "--out", tmp_path]
+    bfcl.main(flags)
+    assert ran == [("sft", "grpo", "mine", 0.25, bfcl.ParityEnv)]
+    lock = bfcl.lock_folder(tmp_path)
+    with pytest.raises(SystemExit, match="another process is at work there"):
+        bfcl.main(flags)
+    lock.close()
+
+
+# ----- the worst user
+
+
+def some_flags(rng):
+    """A command line that may be nonsense."""
+    flags = [flag for block in bfcl.SETTINGS.values() for flag, *_ in block] + ["--stage-1", "-h2", "--"]
+    values = ["0", "-1", "1", "2", "0.5", "1e-7", "1e9", "nan", "-inf", "1e999", "inf", "", " ", "high", "none", "rctp", "x" * 50,
+              "\x00", "١٢", "0x10", "1_000", "--lr", "9" * 5000, "true", "[]", "None"]
+    line = []
+    for _ in range(rng.randint(1, 4)):
+        line += [rng.choice(flags), *[rng.choice(values)] * rng.randint(0, 2)]
+    return line
+
+
+def broken(content, rng):
+    """The bytes of a file after an accident; digits stay what they are, as no file can tell that one was another."""
+    place, size = rng.randrange(len(content) + 1), rng.choice([1, 1, 3, 40, 2000])
+    accident = rng.choice(["cut", "hole", "noise", "twice", "swap", "other"])
+    if accident == "cut":
+        return content[:place]
+    if accident == "hole":
+        return content[:place] + content[place + size:]
+    if accident == "noise":
+        return content[:place] + rng.choice([b"\x00", b"\xff\xfe", b"}", b"[" * 3000, b"\n", b'"', b", "]) + content[place:]
+    if accident == "twice":
+        return content + content[place:]
+    if accident == "swap":
+        return content[place:] + content[:place]
+    return rng.choice([b"", b"{}", b"[]", b"null", b"1", b'""', b"\n", b'{"a": NaN}', b"[" * 100000, b'{"stage": "stage1", "step": 1e999}\n'])
+
+
+def outcome(call, *arguments):
+    """What a call returns, or the one line with which it refuses."""
+    try:
+        return call(*arguments)
+    except SystemExit as refusal:
+        assert refusal.code == 2 or isinstance(refusal.code, str) and "\n" not in refusal.code.strip(), refusal.code
+        return refusal
+
+
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", 4))  # for each of the three
+
+
+def until_tired(seed):
+    """Random generators, until the time is over; at least twenty."""
+    start = time.monotonic()
+    for number in itertools.count():
+        if number >= 20 and time.monotonic() > start + FUZZ_SECONDS:
+            return
+        yield random.Random(f"{seed} {number}")
+
+
+def test_bfcl_fuzz_no_command_line_gets_past_the_parser_with_a_number_out_of_range(capsys):
+    for rng in itertools.islice(until_tired(os.environ.get("FUZZ_SEED", "flags")), 2000):
+        line = some_flags(rng)
+        settings = outcome(bfcl.parse_arguments, line)
+        if isinstance(settings, SystemExit):
+            capsys.readouterr()
+            continue
+        for name, value in vars(settings).items():
+            if type(value) in (int, float):
+                assert 0 <= value <= 1e9 and math.isfinite(value), (line, name)
+        assert settings.group_size >= 2 or settings.rl == "none"
+        assert 0.01 <= min(settings.temperature, settings.failure_temperature) and settings.p_high <= 1 >= settings.lr > 0
+
+
+def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base):
+    settings = bfcl.parse_arguments(["--model", str(base), "--out", str(copied), *TINY])
+    train, _ = bfcl.choose_tasks(settings.split, settings.limit)
+    tokenizer = bfcl.load_tokenizer(base)
+    add_reward_tokens(tokenizer)
+
+    def expert(task):
+        return replace(data[0], truncated=False)
+
+    def shape(trajectories):
+        """All but single digits."""
+        return sorted((t.group, str(t.reward_token), t.reward, len(t.ids), t.mask) for t in trajectories)
+
+    def opened():
+        with bfcl.Run(copied, bfcl.binding_settings(settings), bfcl.Processes()) as run:
+            run._forget_after("stage2", 3)
+        return bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
+
+    data = bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
+    whole = {name: (copied / name).read_bytes() for name in ("config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl")}
+    steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
+    for rng in until_tired(os.environ.get("FUZZ_SEED", "run")):
+        for name, content in whole.items():
+            (copied / name).write_bytes(content)
+        name = rng.choice(list(whole))
+        (copied / name).write_bytes(broken(whole[name], rng))
+        read = outcome(opened)
+        if isinstance(read, SystemExit):
+            assert name in str(read) or "other settings" in str(read)
+        else:
+            assert shape(read) == shape(data)
+            assert json.loads((copied / "config.json").read_text()) == json.loads(whole["config.json"])
+            kept = [(line["stage"], line["step"]) for line in read_lines(copied / "metrics.jsonl")]
+            assert kept == [step for step in steps if step in kept]
+
+
+def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path):
+    folder = shutil.copytree(whole_run / "stage1", tmp_path / "stage1")
+    settings = bfcl.parse_arguments(["--model", str(base), "--stage1", str(folder), "--out", str(tmp_path / "x"), *TINY])
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    accepted = 0
+    for rng in until_tired(os.environ.get("FUZZ_SEED", "model")):
+        for name, content in whole.items():
+            (folder / name).write_bytes(content)
+        name = rng.choice(list(whole))
+        (folder / name).write_bytes(broken(whole[name], rng))
+        tokenizer = outcome(bfcl.check_everything, settings, 1)
+        if not isinstance(tokenizer, SystemExit):
+            model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
+            accepted += not isinstance(model, SystemExit)
+    assert accepted  # of a licence, of blanks, of what has a default
 # ======================================================================================================================
 # README.md
 # ======================================================================================================================

@@ -1281,9 +1281,14 @@ class Run:
 
     def _steps_in(self, name: str) -> list[dict]:
         """The lines of a metrics file. A last line that is cut in the middle is none; a foreign one ends the run."""
+        last = [(-1, -1)]
+
         def problem(line):
-            if not isinstance(line, dict) or line.get("stage") not in STAGES or not isinstance(line.get("step"), int):
+            if not isinstance(line, dict) or line.get("stage") not in STAGES or type(line.get("step")) is not int:
                 return "not a line of metrics"
+            last.append((STAGES.index(line["stage"]), line["step"]))
+            if last[-1] <= last[-2]:
+                return "a step that was there before"
 
         return read_json_lines(self.folder / name, problem, "remove the line", drop_cut=True)
 
