@@ -6,8 +6,8 @@
     python train_bfcl.py --plan                  what it would do and need, without touching a device
     python train_bfcl.py --smoke                 every stage of every arm, tiny; needs no GPU
 
-Read rcgrpo.py first: the method is there. Sections 1-5 are what this script does: settings, the pipeline, data, the
-two stages, evaluation. 6-12 are the benchmark. 13-17 serve many GPUs and long runs: a reader may skip them.
+Read rcgrpo.py first: the method is there. Sections 1-5 are what this script does: settings, pipeline, data,
+stages, evaluation. 6-12 are the benchmark. 13-17 serve many GPUs and long runs; a reader may skip them.
 Needs the public package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23
 """
 
@@ -24,10 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from rcgrpo import (
-    HIGH, LOW, Trajectory, add_reward_tokens, chat_format, context_length, label_by_reward, model_policy,
-    rcgrpo_step, rctp_step, rollout, scripted_policy,
-)
+from rcgrpo import HIGH, LOW, Trajectory, label_by_reward, rcgrpo_step, rctp_step, rollout, scripted_policy
 
 
 # ===== 1. Settings ==========================================================================================
@@ -74,8 +71,8 @@ SETTINGS = {
         ("--rl", "rc-grpo", ["rc-grpo", "grpo", "none"],
          "stage 2: a reward token drawn for each rollout, plain GRPO, or none"),
         ("--split", "grouped", ["grouped", "paper"], "training and test tasks: without leak, or the paper's"),
-        ("--protocol", "combined", ["combined", "turns"], "the paper's one prompt, or the leaderboard's turns"),
-        ("--limit", 0, FROM_0, "keep X training and X test tasks, those with the shortest tool lists; 0: all"),
+        ("--protocol", "combined", ["combined", "turns"], "the paper's one prompt, the leaderboard's turns"),
+        ("--limit", 0, FROM_0, "keep X training and X test tasks, of the shortest tool lists; 0: all"),
         ("--seed", 0, FROM_0, "of everything random"),
     ],
     "stage 1": [
@@ -114,14 +111,14 @@ SETTINGS = {
         ("--checkpoint-every", 10, COUNT, "steps between checkpoints"),
     ],
 }
-BINDING = ("arm", "stage 1", "stage 2", "both stages")  # a run folder belongs to one value of each of these flags
+BINDING = ("arm", "stage 1", "stage 2", "both stages")  # a run folder belongs to one value of each of these
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(usage="train_bfcl.py [flags]   (--help lists them)", description=__doc__,
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     for block, flags in SETTINGS.items():
-        group = parser.add_argument_group(block + ("" if block in BINDING else " (may change when a run goes on)"))
+        group = parser.add_argument_group(block + " (may change when a run goes on)" * (block not in BINDING))
         for flag, default, values, meaning in flags:
             shown = meaning if default is None else f"{meaning} (default: {default})"
             if values is YES_OR_NO:
@@ -135,9 +132,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     s.epochs = s.epochs or {"rctp": 5, "sft": 2, "none": 1}[s.init]
     s.batch = s.batch or {"rc-grpo": 256, "grpo": 64, "none": 1}[s.rl]
     s.goals = list(dict.fromkeys(s.goals))
-    idle = f"--stage {s.stage} has nothing to do: --init {s.init} --rl {s.rl}{' --stage1' if s.stage1 else ''}"
+    idle = f"--stage {s.stage} has nothing to do in the arm --init {s.init} --rl {s.rl} --stage1 {s.stage1}"
     for refused, reason in (
-        (s.group_size < 2 and s.rl != "none", "--group-size needs at least 2: a group's rollouts are compared"),
+        (s.group_size < 2 and s.rl != "none", "--group-size needs at least 2: rollouts are compared"),
         (s.stage1 and s.init == "none", "--stage1 with --init none: say how it was trained, rctp or sft"),
         (s.stage in ("data", "stage1") and (s.init == "none" or s.stage1), idle),
         (s.stage == "stage2" and s.rl == "none", idle),
@@ -195,9 +192,10 @@ def pipeline(s, processes: Processes, train_env=None):
         if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
             make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
             p = p_of_stage2(s.init, s.rl, s.p_high)
-            train_stage2(run, train, load(start), tokenizer, make_env, partial(policy, temperature=s.temperature),
-                         s.steps, s.batch, s.lr, s.seed, limits, G=s.group_size, p=p, stratified=s.stratified,
-                         beta=s.beta, clip=s.clip, ratio=s.ratio, updates=s.updates, **both_stages)
+            train_stage2(run, train, load(start), tokenizer, make_env,
+                         partial(policy, temperature=s.temperature), s.steps, s.batch, s.lr, s.seed, limits,
+                         G=s.group_size, p=p, stratified=s.stratified, beta=s.beta, clip=s.clip,
+                         ratio=s.ratio, updates=s.updates, **both_stages)
         if s.stage in ("all", "eval"):
             if s.rl != "none":
                 there_is(final, "stage2")
@@ -222,18 +220,13 @@ def p_of_stage2(init: str, rl: str, p: float) -> float | None:
     return 1.0 if init == "rctp" else None
 
 
-def there_is(folder: Path, stage: str):
-    if not folder.exists():
-        raise SystemExit(f"there is no {stage} model in {folder}: run --stage {stage} first")
-
-
 # ===== 3. Data for stage 1 ==================================================================================
 def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
               conditioned: bool, base_policy) -> list[Trajectory]:
-    """Expert trajectories of the training tasks; for RCTP (conditioned) as many failures. All observations are real.
+    """Expert trajectories of the training tasks and, for RCTP (conditioned), as many failures.
 
-    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy, if failures
-    are to be its rollouts; else None."""
+    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy, whose
+    rollouts become failures; None: all are corrupted experts."""
     file, processes = run.folder / "data.jsonl", run.processes
 
     def expert(task):
@@ -256,9 +249,9 @@ def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dic
     if not data:
         raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens "
                          f"{limits['max_tokens']}: raise it")
-    good = sum(t.reward == 1 for t in data)
-    run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {sum(len(t.ids) for t in data):,} "
-            f"tokens; left out, longer than --max-tokens: {too_long} tasks")
+    good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
+    run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
+            f"longer than --max-tokens: {too_long} tasks")
     if processes.rank == 0:
         write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
     processes.gather([])
@@ -271,15 +264,16 @@ def play_script(task: dict, protocol: str, texts: list[str], reward_token, token
     return trajectory
 
 
-def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits: dict, seed: int, base_policy):
-    """One failure, R = 0, for each task: a rollout of the base model or, where it gives none, a corrupted expert."""
+def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
+                  base_policy) -> list[Trajectory]:
+    """One failure, R = 0, for each task: a rollout of the base model, or else a corrupted expert."""
     failures, gather = {}, run.processes.gather
     if base_policy is not None:
         policy, envs = base_policy(), [BFCLEnv(task, protocol) for task in tasks]
-        # The base model has never seen a reward token: it rolls out without one, and eq. 1 labels the rollout.
+        # The base model never saw a reward token: it rolls out without one, and eq. 1 labels the rollout.
         played = rollout(envs, [None] * len(tasks), policy, tokenizer, [task["id"] for task in tasks],
                          **limits) if tasks else []
-        for env, t in zip(envs, played):
+        for env, t in zip(envs, played, strict=True):
             if t.reward == 0 and any(t.mask):
                 labelled = label_by_reward(t, env.log[:2], tokenizer)
                 if len(labelled.ids) <= limits["max_tokens"]:
@@ -302,8 +296,8 @@ def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits:
 
 # ===== 4. The two stages ====================================================================================
 def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last batch of a pass is
-    filled up from its beginning: all batches, and so all processes' shares of them, have the same size."""
+    """The indices of batch number `step` when n items are shuffled anew in each pass. The last one is filled up
+    from the beginning of the pass: all batches, and so all processes' shares of them, have the same size."""
     passed, number = divmod(step, math.ceil(n / batch))
     order = list(range(n))
     random.Random(f"{seed} {name} {passed}").shuffle(order)
@@ -326,7 +320,7 @@ def train_stage1(run: Run, data: list[Trajectory], model, tokenizer, epochs: int
 
 def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy, steps: int, batch: int,
                  lr: float, seed: int, limits: dict, beta: float, **step_settings):
-    """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy.  step_settings: keywords of `rcgrpo_step`."""
+    """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`."""
     processes = run.processes
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
     ref_model = processes.reference(model) if beta else None  # the stage-1 model: no checkpoint is loaded yet
@@ -351,7 +345,7 @@ def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy
 
 # ===== 5. Evaluation ========================================================================================
 def trained_arm(s) -> tuple[str, str]:
-    """(init, rl) of what is evaluated: of this run, or if nothing is trained in it of the run that made --model."""
+    """(init, rl) of the model: of this run, or if nothing is trained here of the one that made --model."""
     made = read_origin(s.model) if s.init == s.rl == "none" else None
     return (made["init"], made["rl"]) if made else (s.init, s.rl)
 
@@ -363,7 +357,7 @@ def own_reward_token(init: str, rl: str) -> str:
 
 def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict, goals: list[str], split: str,
              protocol: str, init: str, rl: str) -> dict:
-    """Greedy rollouts of the test tasks under each reward token in `goals`: eval.json, trajectories.jsonl, a table.
+    """Greedy rollouts of all test tasks under each goal: eval.json, trajectories.jsonl, a table.
 
     policy: (model) -> a greedy policy.  init, rl: the arm that made the model."""
     lines = []
@@ -374,7 +368,7 @@ def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict,
             progress = partial(show_progress, bar)
             played = rollout(envs, [REWARD_TOKENS[goal]] * len(tasks), policy(model), tokenizer, **limits,
                              progress=progress) if tasks else []
-        for task, env, t in zip(tasks, envs, played):
+        for task, env, t in zip(tasks, envs, played, strict=True):
             reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
             lines.append({"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
                           "reason": reason, "calls": env.calls, "messages": env.log})
@@ -844,7 +838,9 @@ class BFCLEnv:
     def _open_turn(self) -> dict:
         """The user message that opens the episode (combined) or the current turn; for a turn that brings late tools
         it is their docs and the benchmark's fixed sentence (B9)."""
-        from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE
+        from bfcl_eval.constants.default_prompts import (
+            DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE,
+        )
         if self.protocol == "combined":
             requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func has an empty turn
             steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
@@ -995,11 +991,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast,
-    Qwen2Config, Qwen2ForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import is_flash_attn_2_available
+
+from rcgrpo import add_reward_tokens, chat_format, context_length, model_policy
 
 
 # Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the model is
@@ -1268,8 +1272,8 @@ class Run:
             changed = [f"--{name.replace('_', '-')} was {before.get(name)!r}, now {value!r}"
                        for name, value in self.settings.items() if before.get(name) != value]
             if changed:
-                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. Choose "
-                                 "another --out, or repeat the settings of that run.")
+                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
+                                 "Choose another --out, or repeat the settings of that run.")
         for name in ("metrics.jsonl", "timings.jsonl"):
             self._steps_in(name)
         for part in [*self.folder.glob(".*.part"), *self.checkpoints.glob(".*.part")]:
@@ -1280,14 +1284,15 @@ class Run:
         write_text(file, json.dumps(self.settings, indent=1) + "\n")
 
     def _steps_in(self, name: str) -> list[dict]:
-        """The lines of a metrics file. A last line that is cut in the middle is none; a foreign one ends the run."""
-        last = [(-1, -1)]
+        """The lines of a metrics file, without a last one that is cut. A foreign line ends the run."""
+        places = [(-1, -1)]
 
         def problem(line):
-            if not isinstance(line, dict) or line.get("stage") not in STAGES or type(line.get("step")) is not int:
+            stage, step = line["stage"], line["step"]
+            if stage not in STAGES or type(step) is not int:
                 return "not a line of metrics"
-            last.append((STAGES.index(line["stage"]), line["step"]))
-            if last[-1] <= last[-2]:
+            places.append((STAGES.index(stage), step))
+            if places[-1] <= places[-2]:
                 return "a step that was there before"
 
         return read_json_lines(self.folder / name, problem, "remove the line", drop_cut=True)
@@ -1303,9 +1308,9 @@ class Run:
                 self.save(stage, step + 1, model, optimizer)
 
     def log(self, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
-        """One line in metrics.jsonl, the same in every repetition of the run, and what a clock says in timings.jsonl.
+        """One line in metrics.jsonl, the same whenever the run is repeated (clocks: in timings.jsonl).
 
-        A gradient that is not finite is skipped; three in a row end the run, with the batch kept to look at."""
+        A gradient that is not finite was skipped; three in a row end the run, and the batch is kept."""
         if self.processes.rank == 0:
             clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
             for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
@@ -1319,10 +1324,11 @@ class Run:
         if self.skips == 3:
             file = self.folder / f"non-finite-{stage}-{step}-rank{self.processes.rank}.jsonl"
             write_text(file, "".join(json_line(line) for line in [metrics, *map(vars, trajectories)]))
-            raise SystemExit(f"stopped after three steps in a row with a non-finite gradient; the last batch is in {file}")
+            raise SystemExit("stopped: three steps in a row had a gradient that is not finite; the last batch is "
+                             f"in {file}")
 
     def _forget_after(self, stage: str, done: int):
-        """Drop the lines that a run wrote after its last checkpoint; count the steps that it skipped just before."""
+        """Drop the lines written after the last checkpoint; count the steps skipped just before it."""
         self.skips = 0
         if self.processes.rank == 0:
             for name in ("metrics.jsonl", "timings.jsonl"):
@@ -1335,7 +1341,7 @@ class Run:
         (self.skips,) = self.processes.gather([self.skips] if self.processes.rank == 0 else [])
 
     def _open_board(self):
-        """TensorBoard shows what metrics.jsonl holds: its folder is made anew, so that no point is there twice."""
+        """TensorBoard shows what metrics.jsonl holds. Its folder is made anew: no point is there twice."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -1422,7 +1428,7 @@ ORIGIN = ("init", "rl", "split", "protocol", "model", "limit", "seed")  # in rcg
 
 
 def lock_folder(folder: Path):
-    """Make the folder and lock it for this process. When the process ends, however it ends, the kernel unlocks it."""
+    """Make the folder and lock it for this process. However the process ends, the kernel then unlocks it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a")
@@ -1436,6 +1442,11 @@ def lock_folder(folder: Path):
             error = "another process is at work there: wait for its end, or choose another"
         raise SystemExit(f"--out {folder} cannot be locked: {error}") from None
     return lock
+
+
+def there_is(folder: Path, stage: str):
+    if not folder.exists():
+        raise SystemExit(f"there is no {stage} model in {folder}: run --stage {stage} first")
 
 
 # ----- files that are read back
@@ -1469,7 +1480,7 @@ def read_object(path: Path, remedy: str) -> dict:
 
 
 def read_json_lines(path: Path, problem, remedy: str, drop_cut: bool = False) -> list:
-    """The values of a file with one in each line. SystemExit where one cannot be read or problem(value) is not None.
+    """The objects of a file, one in each line. SystemExit where one cannot be read, or has a problem(value).
 
     drop_cut: a last line without its end was being written when a run was killed; it does not count."""
     *lines, last = read_text(path).split("\n")
@@ -1480,7 +1491,9 @@ def read_json_lines(path: Path, problem, remedy: str, drop_cut: bool = False) ->
         try:
             value = json.loads(line)
             wrong = problem(value)
-        except (ValueError, RecursionError) as error:
+        except KeyError as error:
+            wrong = f"there is no {error}"
+        except (TypeError, ValueError, RecursionError) as error:
             wrong = str(error)
         if wrong:
             raise SystemExit(f"{path}, line {number}: {wrong}; {remedy}")
@@ -1489,24 +1502,21 @@ def read_json_lines(path: Path, problem, remedy: str, drop_cut: bool = False) ->
 
 
 def read_data(path: Path, train: list[dict], conditioned: bool, vocabulary: int, expert) -> list[Trajectory]:
-    """The trajectories in data.jsonl, none missing: a task without any must be one that is too long for its expert."""
+    """The trajectories in data.jsonl, none missing: a task without any must be too long for its expert."""
     pairs = {(HIGH, 1.0), (LOW, 0.0)} if conditioned else {(None, 1.0)}
     missing = {(task["id"], *pair) for task in train for pair in pairs}
     remedy = "delete the file, and the data are made again"
 
     def problem(line):
-        try:
-            t = Trajectory(**line)
-            start = t.mask.index(1)
-            if len(t.ids) != len(t.mask) or start == 0 or not set(t.mask) <= {0, 1}:
-                return "ids and mask do not fit"
-            if not all(type(token) is int and 0 <= token < vocabulary for token in t.ids):
-                return "ids that the tokenizer does not have"
-            if (key := (t.group, t.reward_token, t.reward)) not in missing:
-                return f"no trajectory of this run, or one twice: {key}"
-        except (TypeError, ValueError, AttributeError) as error:
-            return f"not a trajectory ({error})"
-        missing.remove(key)
+        t = Trajectory(**line)
+        if not len(t.ids) == len(t.mask) or not set(t.mask) == {0, 1} or t.mask[0]:
+            return "ids and mask do not fit"
+        if not all(type(token) is int and 0 <= token < vocabulary for token in t.ids):
+            return "ids that the tokenizer does not have"
+        trajectory = t.group, t.reward_token, t.reward
+        if trajectory not in missing:
+            return f"no trajectory of this run, or one twice: {trajectory}"
+        missing.remove(trajectory)
 
     data = [Trajectory(**line) for line in read_json_lines(path, problem, remedy)]
     for task in train:
@@ -1522,10 +1532,10 @@ def summary_line(step: int, steps: int, m: dict) -> str:
     def show(name):
         return "-" if m[name] is None else f"{m[name]:.3f}"
 
-    return (f"step {step + 1}/{steps}  reward {show('reward')} (high {show('reward_high')} low {show('reward_low')})"
-            f"  sigma_g {show('sigma')}  zero {m['zero_std']:.0%}  entropy {show('entropy')}  KL {show('kl')}"
-            f"  grad {show('grad_norm')}  truncated {m['truncated']:.0%}"
-            f"  {m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
+    return (f"step {step + 1}/{steps}  reward {show('reward')} (high {show('reward_high')} low "
+            f"{show('reward_low')})  sigma_g {show('sigma')}  zero {m['zero_std']:.0%}  "
+            f"entropy {show('entropy')}  KL {show('kl')}  grad {show('grad_norm')}  truncated {m['truncated']:.0%}  "
+            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
 
 
 def show_progress(bar, still_open: int):
@@ -1550,7 +1560,7 @@ def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def table(arm: str, results: dict, own: str) -> str:
-    """The paper's columns; k/n beside each percentage, because n is small; the arm's own reward token with a star."""
+    """The paper's columns, k/n beside each percentage, as n is small; a star: the arm's own reward token."""
     def cell(c):
         return f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
 
@@ -1560,8 +1570,11 @@ def table(arm: str, results: dict, own: str) -> str:
         interval = f"{100 * low:.1f} - {100 * high:.1f}"
         rows.append([arm, goal + " *" * (goal == own), cell(tallied["overall"]), interval,
                      *(cell(tallied.get(category)) for category in CATEGORIES)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     absent = "" if own in results else "; not among --goals"
     return "\n".join([*lines, f"* the reward token that this arm is trained to be used under: {own}{absent}"])
 
@@ -1570,8 +1583,8 @@ def table(arm: str, results: dict, own: str) -> str:
 
 def check_everything(s, processes: int):
     """Refuse, in one line, what would fail later. Returns the tokenizer, with the reward tokens."""
-    for flag, batch, used in (("--stage1-batch", s.stage1_batch, s.init != "none"), ("--batch", s.batch, s.rl != "none")):
-        if used and batch % processes:
+    for flag, batch, arm in (("--stage1-batch", s.stage1_batch, s.init), ("--batch", s.batch, s.rl)):
+        if arm != "none" and batch % processes:
             raise SystemExit(f"{flag} {batch} cannot be shared evenly by {processes} processes")
     check_origin(s)
     source = s.stage1 or s.model
@@ -1593,13 +1606,13 @@ def check_model(source: str, vocabulary: int, max_tokens: int, reward_tokens: bo
     except Exception as error:
         raise SystemExit(f"cannot load a model from {source!r}: {first_line(error)}") from None
     if config.get_text_config() is not config:
-        raise SystemExit(f"{source} is more than a language model ({config.model_type}): give one of text alone")
+        raise SystemExit(f"{source} ({config.model_type}) is more than a language model: take one of text")
     numbers = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if lacking := [name for name in numbers if not isinstance(getattr(config, name, None), int)]:
-        raise SystemExit(f"{source} ({config.model_type}) has no {', '.join(lacking)}: it cannot be used here")
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: no {', '.join(lacking)}")
     if max_tokens > context_length(config):
-        raise SystemExit(f"{source} reads {context_length(config)} tokens, and --max-tokens is {max_tokens}: give "
-                         f"--max-tokens {context_length(config)} or less")
+        raise SystemExit(f"{source} cannot read --max-tokens {max_tokens}: give --max-tokens "
+                         f"{context_length(config)} or less")
     if reward_tokens and not getattr(config, "reward_token_ids", None):
         raise SystemExit(f"--stage1 {source} never saw reward tokens, and --init rctp needs a model that did")
     try:
@@ -1609,7 +1622,7 @@ def check_model(source: str, vocabulary: int, max_tokens: int, reward_tokens: bo
                 model.resize_token_embeddings(vocabulary, pad_to_multiple_of=64, mean_resizing=False)
             model.get_decoder().layers, model.get_output_embeddings().weight
     except Exception as error:
-        raise SystemExit(f"{source} ({config.model_type}) cannot be trained here: {first_line(error)}") from None
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: {first_line(error)}") from None
 
 
 def read_origin(source: str) -> dict | None:
@@ -1630,9 +1643,10 @@ def check_origin(s):
         asked = {"split": s.split}  # on another split it may have seen the test tasks
         if s.stage1:
             asked |= {"init": s.init, "rl": "none", "model": s.model}
-        wrong = [f"--{name} {origin[name]}, not {value}" for name, value in asked.items() if origin[name] != value]
+        wrong = [f"--{name} {origin[name]}, not {value}" for name, value in asked.items()
+                 if origin[name] != value]
         if wrong:
-            raise SystemExit(f"the model in {source} was made with {'; '.join(wrong)}: give another, or these flags")
+            raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
 
 
 def first_line(error: Exception) -> str:
@@ -1731,8 +1745,8 @@ SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m[
 
 
 class ParityEnv(BFCLEnv):
-    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. Here R is
-    the parity of the characters that it said. Everything else is the benchmark."""
+    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. So R
+    is the parity of the characters that it said. Everything else is the benchmark."""
 
     def reward(self) -> float:
         said = "".join(message["content"] for message in self.log if message["role"] == "assistant")
@@ -1749,7 +1763,8 @@ def smoke(argv: list[str], processes: Processes):
     given = {flag.partition("=")[0] for flag in argv}
     inits = [s.init] if "--init" in given else ["rctp", "sft", "none"]
     rls = [s.rl] if "--rl" in given else ["rc-grpo", "grpo", "none"]
-    lock = lock_folder(out) if processes.rank == 0 else None
+    if processes.rank == 0:
+        lock = lock_folder(out)
     model = s.model
     if "--model" not in given:
         model = out / "base"
@@ -1758,16 +1773,18 @@ def smoke(argv: list[str], processes: Processes):
         folder = out / f"{init}+{rl}"
         if processes.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+            print(f"\n=== {init} + {rl} ===", flush=True)
         flags = [*SMOKE, *argv, "--model", str(model), "--init", init, "--rl", rl, "--out", str(folder)]
         if init != "none" and rl != rls[0]:
             flags += ["--stage1", str(out / f"{init}+{rls[0]}" / "stage1")]
-        print(f"\n=== {init} + {rl} ===", flush=True)
         arm = parse_arguments(flags)
         arm.smoke = True  # no plan
         pipeline(arm, processes, train_env=ParityEnv)
-    print(f"\nEvery stage of {len(inits) * len(rls)} arms ran. The runs are in {out}. In stage 2 R was not the "
-          "benchmark's but the parity of what was said, so that weights that know nothing move. The tables are the "
-          "benchmark's: 0 % is right.")
+    if processes.rank == 0:
+        lock.close()
+        print(f"\nEvery stage of {len(inits) * len(rls)} arms ran; the runs are in {out}. In stage 2 R was "
+              "not the benchmark's but the parity of what was said, so that weights that know nothing move. The "
+              "tables are the benchmark's: 0 % is right.")
 
 
 def make_tiny_model(folder: Path):
@@ -1784,9 +1801,10 @@ def make_tiny_model(folder: Path):
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16384, tie_word_embeddings=True))
-    with torch.no_grad():  # it ends many of its messages: one that is cut off is worth nothing, whatever it says
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2**14,
+        tie_word_embeddings=True))
+    with torch.no_grad():  # it ends many of its messages: one that is cut off earns 0, whatever it says
         model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 60
     model.save_pretrained(folder)
 
@@ -1811,7 +1829,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # Some of the benchmark's error texts print a set, in hash order: the same run must say the same twice.
+        # Some of the benchmark's errors print a set, in hash order: the same run must say the same twice.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         main()
