@@ -1,37 +1,37 @@
 """RC-GRPO in one file: Reward-Conditioned Group Relative Policy Optimization (arXiv 2602.03025).
 
-An agent fine-tuned on expert demonstrations becomes so sure of itself that all G rollouts of a task earn the same
-reward. Then sigma_g, the standard deviation of the rewards in the group, is 0, every advantage is 0, and GRPO
-learns nothing. RC-GRPO puts a reward token into the prompt and lets it vary within the group:
+An agent fine-tuned on expert demonstrations becomes so sure of itself that all G rollouts of a task earn the
+same reward. Then sigma_g, the std of the rewards in a group, is 0, every advantage is 0, GRPO learns nothing.
+RC-GRPO puts a reward token into the prompt and lets it vary within the group:
 
-  stage 1, RCTP     minimise -sum_t log pi(a_t | h_t, r) over good trajectories (r = high) and bad ones (r = low)
+  stage 1, RCTP     minimise -sum_t log pi(a_t | h_t, r) over good trajectories (r high) and bad ones (r low)
   freeze            pi_ref <- pi
   stage 2, RC-GRPO  repeat: for each task draw r_1..r_G, roll out a_t,j ~ pi(. | h_t,j, r_j), earn R_1..R_G,
-                    A_j <- (R_j - mu_g) / (sigma_g + eps), one clipped policy-gradient step with a KL to pi_ref
+                    A_j <- (R_j - mu_g) / (sigma_g + eps), one clipped policy-gradient step with KL to pi_ref
 
 Afterwards the model is used under <|high_reward|>. The reward itself never looks at the token.
 
-Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R the
-reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the data of stage 1.
-In shapes: N trajectories, T action tokens (at most), L tokens of a pass, M action tokens of a pass, V vocabulary.
+Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R
+the reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the stage-1 data.
+In shapes: N trajectories, T action tokens (at most), L tokens and M action tokens of a pass, V vocabulary.
 
 Where this file departs from the paper, or fills in what it leaves open:
-  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; `ratio="trajectory"` is eq. 7
-     as printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
+  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; ratio="trajectory" is eq.
+     7 as printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
   2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
-  3. Reward tokens are drawn i.i.d. as in eq. 3; `stratified=True` draws exactly round(pG) high ones in each group.
+  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True draws exactly round(pG) high ones in a group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
-  5. Log-probs have no dropout and no router noise; a group's shared prompt is computed once. The result is exact.
+  5. Log-probs are without dropout and router noise; a group's shared prompt is computed once, exactly.
   6. Sums are divided by the counts of the whole batch, so that cutting it into passes does not change the
      gradient; eq. 2 becomes a mean over tokens.
   7. eps of eq. 6 is 1e-6; a rollout that runs into a length limit has R = 0.
 
-Part I, sections 1-9, is the method, complete, in the order of the paper's equations: who stops where it ends has
-read all of RC-GRPO. Part II, appendices A-E, is what it stands on: log-probs, policies, chat templates, the optimizer
-step, the two new tokens. `python toy_env.py` shows it at work; `python train_bfcl.py` is the paper's benchmark.
+Part I, sections 1-9, is the method, complete, in the order of the paper's equations: who stops where it ends
+has read all of RC-GRPO. Part II, appendices A-E, is what it stands on: log-probs, policies, chat templates,
+the optimizer step, the two new tokens.
 """
 
-# ruff: noqa: E402 (each appendix carries its own imports)
+# ruff: noqa: E402, B905 (each appendix carries its own imports)
 import math
 import time
 from collections import Counter
@@ -40,12 +40,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# ==================================================================================================================
+# ============================================================================================================
 # Part I: the method
-# ==================================================================================================================
+# ============================================================================================================
 
-# ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 =========================
-# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn (eq. 3), then R is earned.
+# ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 ==================
+# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn, then R is earned.
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 
@@ -65,10 +65,10 @@ def inject_reward_token(messages, token):
 
 
 def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
-    """Eq. 1 for a trajectory from anywhere (logs, rollouts of another model): HIGH if R >= threshold, else LOW.
+    """Eq. 1 for a trajectory from anywhere (logs, another model): HIGH if R >= threshold, else LOW.
 
-    messages: how the conversation opened, what env.reset() gave. Returns a new trajectory: the same actions and
-    observations, id by id, behind a prompt that carries the token. Raises ValueError if there is no action.
+    messages: how the conversation opened, what env.reset() gave. Returns a new trajectory: the same actions
+    and observations, id by id, behind a prompt that carries the token. ValueError if there is no action.
     """
     if 1 not in trajectory.mask:
         raise ValueError("a trajectory without an action has nothing to label: drop it")
@@ -78,12 +78,12 @@ def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
     return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=token)
 
 
-# ===== 2. Trajectories, token in / token out ======================================================================
+# ===== 2. Trajectories, token in / token out ================================================================
 # A conversation is built by appending ids and nothing else:
 #
-#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup <|im_end|> | \n ...
-#   mask   0 0 0 ...                                                             | 1    1   1          | 0  ...
-#          prompt (h_1, r)                                                       | sampled (a_1)       | forced (h_2)
+#   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup<|im_end|> | \n ...
+#   mask   0 0 0 ...                                                             | 1    1  1          | 0  ...
+#          prompt (h_1, r)                                                       | sampled (a_1)      | h_2
 #
 # The mask is written where the token is sampled, never reconstructed from the text.
 
@@ -118,25 +118,25 @@ def rows_by_group(groups):
     return rows
 
 
-# ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ==============================
+# ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ========================
 # SFT is the same loss on expert trajectories without a reward token.
 
 
 def rctp_loss(logp, mask=None, n_tokens=None):
     """Mean negative log-likelihood of the action tokens (eq. 2); prompts, observations, padding have no term.
 
-    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part of it
-    (default: of this part). Raises ValueError when there is nothing to train on.
+    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part
+    of it (default: of this part). ValueError when there is nothing to train on.
     """
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
     if n_tokens == 0:
-        raise ValueError("no action token in the batch: drop trajectories whose prompt fills the whole context")
+        raise ValueError("no action token in the batch: drop trajectories whose prompt fills the context")
     return -(logp * mask).sum() / n_tokens
 
 
 def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
-    """One optimizer step of stage 1 on a batch of labelled trajectories (for SFT: expert ones). Returns metrics.
+    """One optimizer step of stage 1 on labelled trajectories (for SFT: expert ones). Returns metrics.
 
     tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
     gather: [x of this process] -> [x of every process]; gradients are to be SUMMED over processes.
@@ -149,19 +149,20 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
         loss = rctp_loss(logp, action_mask(part, logp.device), n_tokens)
         loss.backward()
         loss_sum += loss.item()
-    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **optimizer_step(model, optimizer, max_grad_norm)}
+    stepped = optimizer_step(model, optimizer, max_grad_norm)
+    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **stepped}
 
 
-# ===== 4. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p ==========================================
-# Why: Prop. 4.3, the floor. E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p): as long as the
+# ===== 4. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p ====================================
+# Why: Prop. 4.3, the floor. E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p): while the
 # two tokens make the policy succeed at different rates, groups have variance. (For a 0/1 reward it is exactly
 # (G-1)/G m(1-m), m = p mu_high + (1-p) mu_low: the tokens help by moving m away from 0 and 1.)
 
 
 def sample_reward_tokens(G, p, generator=None, stratified=False):
-    """G reward tokens for one group. i.i.d. as in the paper: at G = 5, p = .5, 6 % of groups have one token only.
+    """G reward tokens for one group. i.i.d.: at G = 5, p = .5, 6 % of groups have one of the two only.
 
-    stratified=True: exactly round(pG) high ones in random order. Raises ValueError unless G >= 1 and 0 <= p <= 1.
+    stratified=True: exactly round(pG) high ones in random order. ValueError unless G >= 1 and 0 <= p <= 1.
 
     >>> sample_reward_tokens(2, p=1.0)
     ['<|high_reward|>', '<|high_reward|>']
@@ -175,18 +176,19 @@ def sample_reward_tokens(G, p, generator=None, stratified=False):
     return [HIGH if is_high else LOW for is_high in high.tolist()]
 
 
-# ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ==========================
-# An env is any object with  reset() -> messages,  step(text) -> messages or None when over,  reward() -> R in [0, 1],
-# and close() if it likes.  A policy is any callable  list of prompt ids -> list of sampled ids.  A model, a scripted
-# expert and a fake in a test therefore run through the same function, and demonstrations have exactly the layout of
-# rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
+# ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ====================
+# An env is any object with reset() -> messages, step(text) -> messages or None when over, reward() -> R in
+# [0,1], and close() if it likes. A policy is any callable: list of prompt ids -> list of sampled ids. A
+# model, a script and a fake in a test run through the same function, so that demonstrations have exactly the
+# layout of rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
 
 
-def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None, **limits):
+def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None,
+                   **limits):
     """Roll out G conversations per task, each under its own reward token (eqs. 3-4).
 
     make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no token", as in plain GRPO.
-    limits: passed on to `rollout`.  Returns len(tasks) * G trajectories whose `group` is the index in `tasks`.
+    limits: passed on to `rollout`.  Returns len(tasks) * G trajectories; `group` is the index in `tasks`.
     """
     reward_tokens, groups = [], []
     for index in range(len(tasks)):
@@ -201,23 +203,24 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     """Play every env to its end, all of them turn by turn together.
 
     envs: N envs.  reward_tokens: N, None for no token.  groups: N group ids (default: None each).
-    max_turns: assistant turns per rollout.  max_tokens: longest trajectory (or the model's context, if shorter).
+    max_turns: assistant turns per rollout.  max_tokens: longest trajectory (the model's context, if shorter).
     threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
     progress: called once a turn with the number of conversations still open.
-    Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0; a cut
-    action is not executed. An env or a policy that fails or breaks its contract is an error; envs are closed.
+    Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0;
+    a cut action is not executed. An env or a policy that breaks its contract is an error; all envs are
+    closed.
     """
     with ExitStack() as closing:
         if hasattr(policy, "close"):  # what it has read takes memory that the update needs
             closing.callback(policy.close)
-        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, closing, max_turns=max_turns,
-                                                      max_tokens=max_tokens, threads=threads)
+        limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
+        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, limits, closing)
         chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
 
         def begin(row):
             prompt = chat.prompt(ask(envs[row], row, 0, "reset"), reward_tokens[row])
             t = Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row])
-            return replace(t, truncated=len(prompt) >= max_tokens)  # a prompt that leaves no room to say anything
+            return replace(t, truncated=len(prompt) >= max_tokens)  # it leaves no room to say anything
 
         def play(row, action):
             goes_on = play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
@@ -267,17 +270,17 @@ def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
     return True
 
 
-# ===== 6. Advantages (eq. 6):   A_j = (R_j - mu_g) / (sigma_g + eps),   sigma_g^2 = 1/G sum_j (R_j - mu_g)^2 ======
-# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of T steps (pi* the expert), then all G rollouts
-# are identical, and so sigma_g and the gradient are 0, with probability >= 1 - G T eps_sft.
+# ===== 6. Advantages (eq. 6):  A_j = (R_j - mu_g) / (sigma_g + eps),  sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of T steps (pi* the expert), all G
+# rollouts are identical, and so sigma_g and the gradient are 0, with probability >= 1 - G T eps_sft.
 
 
 def group_advantages(rewards, groups, eps=1e-6):
     """Group-normalised advantages (eq. 6), (N,) float32.
 
-    rewards: N numbers in [0, 1].  groups: N ids in any order, as in `rows_by_group`; sizes may differ. The reward
-    token is no part of the id: a task's high and low rollouts are compared with each other, which is the point of
-    the method. A group whose rewards are all equal, one of size 1 included, has advantage exactly 0.
+    rewards: N numbers in [0, 1].  groups: N ids in any order, as in `rows_by_group`; sizes may differ. The
+    reward token is no part of the id: a task's high and low rollouts are compared with each other, which is
+    the point of the method. Where all rewards of a group are equal, also in one of size 1, A is exactly 0.
 
     >>> group_advantages([1, 0, 1, 1], ["a", "a", "b", "b"])
     tensor([ 1.0000, -1.0000,  0.0000,  0.0000])
@@ -296,22 +299,22 @@ def group_advantages(rewards, groups, eps=1e-6):
     return advantages.float()
 
 
-# ===== 7. Clipped policy gradient with KL (eqs. 7-9) ==============================================================
-#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                           (eq. 7)
-#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                  c = 0.2, the paper's eps        (eq. 8)
-#         + beta mean[ KL(pi_theta || pi_ref) ]                                                           (eq. 9)
+# ===== 7. Clipped policy gradient with KL (eqs. 7-9) ========================================================
+#   rho = pi_theta(a | h, r) / pi_old(a | h, r)                                                       (eq. 7)
+#   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
+#         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta IS pi_old: rho = 1 and
-# nothing clips (with one update a batch, as in the paper, nothing ever does). L is then about 0, as advantages sum
-# to 0 in a group (per token a rest stays: long rollouts weigh more); its gradient, -mean[A grad log pi], is not.
+# All three policies are asked under the same r_j. On the first pass after sampling pi_theta = pi_old: rho = 1,
+# nothing clips (with one update a batch, as in the paper, nothing ever does), and L is about 0, as advantages
+# sum to 0 in a group (long rollouts weigh more, per token). Its gradient, -mean[A grad log pi], is not 0.
 
 
 def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
                         n_tokens=None, n_trajectories=None):
     """The RC-GRPO loss (eqs. 7-9) and what it saw.
 
-    logp, old_logp, ref_logp, mask (N, T), all True if not given; advantages (N,). ref_logp may be None if beta = 0.
-    ratio: "token": one rho a token, mean over tokens; "trajectory": rho_j = prod_t, mean over trajectories (eq. 7).
+    logp, old_logp, ref_logp (None if beta = 0), mask (N, T), all True if not given; advantages (N,).
+    ratio: "token": one rho a token, mean over tokens; "trajectory": eq. 7's product, mean over trajectories.
     n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
     Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
 
@@ -336,8 +339,9 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
 
     kl = torch.zeros((), device=logp.device)
     if beta:
-        # The value is k3 = e^d - d - 1, never negative, with mean KL(pi_theta || pi_ref). The gradient is that of
-        # d^2 / 2, with mean grad KL(pi_theta || pi_ref); k3's own mean gradient is grad KL(pi_ref || pi_theta).
+        # The value is k3 = e^d - d - 1, never negative, with mean KL(pi_theta || pi_ref). The gradient is
+        # that of d^2/2, with mean grad KL(pi_theta || pi_ref); k3's own has the mean grad KL(pi_ref ||
+        # pi_theta).
         d = _bounded(ref_logp - logp)
         k3, half_square = d.exp() - d - 1, d * d / 2
         kl = ((half_square + (k3 - half_square).detach()) * mask).sum() / n_tokens
@@ -354,21 +358,20 @@ def _bounded(log_ratio):
     return log_ratio.nan_to_num(0.0, posinf=20.0, neginf=-20.0).clamp(-20, 20)
 
 
-# ===== 8. Stage 2, one step =======================================================================================
+# ===== 8. Stage 2, one step =================================================================================
 
 
 def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
                 generator=None, limits=None, gather=list, mine=list, **update_settings):
-    """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, this process's rollouts).
+    """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, own rollouts).
 
     limits: keywords of `rollout`, e.g. {"max_turns": 8}.  update_settings: keywords of `rcgrpo_update`; the
-    temperature is the policy's own.  gather: as in `rctp_step`.  mine: a list -> the part that this process works
-    on; groups are dealt by length, so that processes wait little for each other. The metrics, those of sections 7
-    and 9, are of all processes.
+    temperature is the policy's own.  gather: as in `rctp_step`.  mine: a list -> this process's part of it;
+    groups are dealt by length, so that processes wait little for each other. Metrics are of all processes.
     """
     update_settings = check_step(ref_model, optimizer, policy, update_settings)
-    started = time.perf_counter()
-    rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **(limits or {}))
+    started, limits = time.perf_counter(), limits or {}
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
     sampled = time.perf_counter()
     everyone = []
     for process, theirs in enumerate(gather([rollouts])):
@@ -381,16 +384,17 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     return {**group_metrics(everyone, p), **updated, **seconds}, rollouts
 
 
-def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
-                  updates=1, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
-    """`updates` clipped optimizer steps on one batch of groups (the paper: one). Returns the last step's metrics.
+def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1,
+                  ratio="token", updates=1, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
+    """`updates` clipped optimizer steps on one batch (the paper: one). Returns the last step's metrics.
 
-    ref_model: the frozen stage-1 model, None if beta = 0.  trajectories: whole groups, this process's part of the
-    batch.  temperature: the one they were sampled at.  tokens_per_pass, gather: as in `rctp_step`.
+    ref_model: the frozen stage-1 model, None if beta = 0.  trajectories: whole groups, this process's part of
+    the batch.  temperature: the one they were sampled at.  tokens_per_pass, gather: as in `rctp_step`.
     """
     check_update(ref_model, optimizer, beta)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
-    n_tokens, n_trajectories = sum(gather([count_actions(trajectories)])), sum(gather([len(trajectories)]))
+    n_tokens = sum(gather([count_actions(trajectories)]))
+    n_trajectories = sum(gather([len(trajectories)]))
     parts = passes(model, trajectories, tokens_per_pass, gather)
     old, ref, skipped = {}, {}, 0
     for update in range(updates):
@@ -402,8 +406,8 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
             if update == 0:
                 old[number] = logp.detach()  # no update since sampling: pi_old is pi_theta
                 ref[number] = reference_logprobs(ref_model, part, temperature) if beta else None
-            loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip, beta,
-                                                ratio, n_tokens, n_trajectories)
+            loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip,
+                                                beta, ratio, n_tokens, n_trajectories)
             loss.backward()
             seen.update(metrics, entropy=(entropy * mask).sum().item() / max(1, n_tokens))
         stepped = optimizer_step(model, optimizer, max_grad_norm)
@@ -412,10 +416,11 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     return {**everywhere, **stepped, "skipped": skipped}
 
 
-# ===== 9. What to watch ===========================================================================================
-# The floor of Prop. 4.3 speaks of the start of stage 2. The reward ignores the token, so training lifts mu_low too,
-# and the floor shrinks. Over a batch of different tasks it holds for the mean gap, and (G-1)/G m(1-m), at the mean
-# m, becomes a ceiling (m(1-m) is concave). Both are about expectations: in one batch of few tasks they are noisy.
+# ===== 9. What to watch =====================================================================================
+# The floor of Prop. 4.3 speaks of the start of stage 2. The reward ignores the token, so training lifts
+# mu_low too, and the floor shrinks. Over a batch of different tasks it holds for the mean gap, and (G-1)/G
+# m(1-m), at the mean m, becomes a ceiling (m(1-m) is concave). Both speak of expectations: one batch of few
+# tasks is noisy.
 
 
 def group_metrics(trajectories, p=None):
@@ -424,12 +429,13 @@ def group_metrics(trajectories, p=None):
     reward, reward_high, reward_low  mean R, of all, and by reward token
     reward_high_minus_low            mu_high - mu_low
     sigma, zero_std                  mean sigma_g; share of groups with sigma_g = 0
-    sigma2                           mean sigma_g^2, between:
-    sigma2_floor, sigma2_ceiling     kappa (mu_high - mu_low)^2 (p: share of high tokens, or measured); (G-1)/G m(1-m)
+    sigma2                           mean sigma_g^2, in expectation between the next two
+    sigma2_floor                     kappa (mu_high - mu_low)^2; p: share of high tokens, or as measured
+    sigma2_ceiling                   (G-1)/G m(1-m)
     advantage_std                    spread of A; 1 if every group has variance
     truncated, tokens                share of rollouts cut off; action tokens sampled
-    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of tokens), entropy (mean, where the
-    policy acted), skipped (gradients that were not finite and thrown away), rollout_seconds, update_seconds.
+    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of tokens), entropy (mean,
+    where the policy acted), skipped (gradients not finite, thrown away), rollout_seconds, update_seconds.
     """
     R, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
     by_token = {token: [t.reward for t in trajectories if t.reward_token == token] for token in (HIGH, LOW)}
@@ -456,28 +462,24 @@ def group_metrics(trajectories, p=None):
     }
 
 
-def count_actions(trajectories):
-    """Action tokens in all trajectories."""
-    return sum(sum(t.mask) for t in trajectories)
-
-
-# ==================================================================================================================
+# ============================================================================================================
 # Part II: what the method stands on
-# ==================================================================================================================
+# ============================================================================================================
 
-# ===== A. Log-probs ===============================================================================================
-# Promise: log pi of every action token, exact for every causal language model, without dropout, in bounded memory.
-# The definition is one pass per trajectory. The fast way is one pass over whole groups, laid out in one sequence,
+# ===== A. Log-probs =========================================================================================
+# Promise: log pi of every action token, exact for every causal language model, without dropout, in bounded
+# memory. The definition is one pass per trajectory. The fast way is one pass over whole groups, laid out as
 #
 #   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
 #   positions    0 ... P-1        P P+1 ...        P P+1 ...
 #   attention    causal           prefix + itself  prefix + itself
 #
-# so that a prompt is computed once, not G times, and every token sees what it would have seen alone. It is taken where
-# a trial has shown that model and layout give the numbers of the definition.
+# so that a prompt is computed once, not G times, and every token sees what it would have seen alone. It is
+# taken where a trial on made-up rows has shown that it gives the numbers of the definition.
 
 import inspect
 import os
+import re
 import warnings
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -490,40 +492,57 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def action_logprobs(model, trajectories, temperature=1.0, entropy=False):
+def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
     """log pi of every token of the actions, given all before it, at the temperature it was sampled with.
 
-    Returns logp (N, T): row j holds the log-probs of trajectory j's n_j action tokens in order, then zeros; T = max n_j.
-    With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each action, without gradient.
-    The model is left in evaluation mode (no dropout, also where the backward pass computes layers again). Raises
-    ValueError for what cannot be scored right: a row that begins with an action, is longer than the model's context, or
-    holds an id that the model does not have.
+    Returns logp (N, T): row j holds the log-probs of trajectory j's action tokens in order, then zeros.
+    With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each, without gradient.
+    rows_per_chunk: logits exist for so many action tokens at a time. The model is left in evaluation mode.
+    Raises ValueError for what cannot be scored: a row that begins with an action, is longer than the model's
+    context, or holds an id that the model does not have.
     """
     if not temperature > 0:
-        raise ValueError(f"log-probs need the temperature > 0 that the actions were sampled at, got {temperature}")
-    check_rows(model, [t.ids for t in trajectories])
+        raise ValueError(f"log-probs need the temperature > 0 of the actions' sampling, got {temperature}")
     if any(t.mask[0] for t in trajectories):
-        raise ValueError("a trajectory begins with an action: there is nothing to condition its first token on")
-    packed = packs(model, longest(trajectories))
-    score = packed_logprobs if packed else plain_logprobs
+        raise ValueError("a trajectory begins with an action: nothing conditions its first token")
+    check_rows(model, [t.ids for t in trajectories])
     silence(model)
-    logp, h = score(model, trajectories, partial(read_logits, temperature=temperature, entropy=entropy))  # (M,), (M,)
+    read = partial(read_logits, temperature=temperature, entropy=entropy)
+    if packs(model, longest(trajectories)):
+        logp, h = packed_logprobs(model, trajectories, read, rows_per_chunk)  # (M,), (M,)
+    else:
+        logp, h = plain_logprobs(model, trajectories, read)
     mask = action_mask(trajectories, logp.device)  # (N, T)
-    padded = torch.zeros(mask.shape, device=logp.device)
-    rows = padded.masked_scatter(mask, logp)
-    if not mask.any():
-        rows = rows + 0.0 * logp.sum()  # no action at all: 0, but a sharded backward pass still runs on every process
-    return (rows, padded.masked_scatter(mask, h)) if entropy else rows
+    zeros = torch.zeros(mask.shape, device=logp.device)
+    rows = zeros.masked_scatter(mask, logp)
+    if not mask.any():  # no action at all: 0, but the backward pass of a sharded model runs on every process
+        rows = rows + 0.0 * logp.sum()
+    return (rows, zeros.masked_scatter(mask, h)) if entropy else rows
 
 
 def action_mask(trajectories, device="cpu"):
-    """(N, T) bool: True where row j of `action_logprobs` holds one of trajectory j's action tokens."""
-    counts = torch.tensor([sum(t.mask) for t in trajectories], dtype=torch.long, device=device)
-    return torch.arange(max(counts.tolist(), default=0), device=device) < counts[:, None]
+    """(N, T) bool: True where row j of `action_logprobs` holds one of trajectory j's action tokens.
+
+    >>> action_mask([Trajectory([5, 6, 7], [0, 1, 1]), Trajectory([5, 6], [0, 1])]).tolist()
+    [[True, True], [True, False]]
+    """
+    counts = [count_actions([t]) for t in trajectories]
+    columns = torch.arange(max(counts, default=0), device=device)
+    return columns < torch.tensor(counts, dtype=torch.long, device=device)[:, None]
+
+
+def count_actions(trajectories):
+    """Action tokens in all trajectories."""
+    return sum(sum(t.mask) for t in trajectories)
+
+
+def longest(trajectories):
+    """Tokens of the longest trajectory; 0 if there is none."""
+    return max((len(t.ids) for t in trajectories), default=0)
 
 
 def read_logits(logits, targets, temperature, entropy):
-    """Log-probs and entropies of targets (M,) under softmax(logits / temperature), logits (M, V), in fp32."""
+    """log pi and entropy (M,) of targets (M,) under softmax(logits (M, V) / temperature), in fp32."""
     logits = logits.float() / temperature
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
@@ -535,23 +554,23 @@ def read_logits(logits, targets, temperature, entropy):
 
 def plain_logprobs(model, trajectories, read):
     """The definition: one pass per trajectory, with the model's own attention."""
-    parts = []
+    logps, entropies = [], []
     for trajectory in trajectories or [Trajectory([0], [0])]:  # an empty pass is a pass
         ids = torch.tensor([trajectory.ids], device=model.device)
-        before = [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled] or [0]
-        before = torch.tensor(before, device=model.device)  # the places that predict an action token
+        places = [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled] or [0]
+        places = torch.tensor(places, device=model.device)  # (n,): where an action token is predicted
         if accepts(model, "logits_to_keep"):
-            logits = model(ids, use_cache=False, logits_to_keep=before).logits[0]
+            logits = model(ids, use_cache=False, logits_to_keep=places).logits[0]  # (n, V)
         else:
-            logits = model(ids, use_cache=False).logits[0, before]
-        targets = torch.tensor(trajectory.action_ids or [0], device=logits.device)
-        parts.append(read(logits, targets))
-    logps, entropies = zip(*parts)
+            logits = model(ids, use_cache=False).logits[0, places]
+        logp, h = read(logits, torch.tensor(trajectory.action_ids or [0], device=logits.device))
+        logps.append(logp)
+        entropies.append(h)
     return torch.cat(logps), torch.cat(entropies)
 
 
-def packed_logprobs(model, trajectories, read, rows_per_chunk=1024):
-    """The same for groups in one pass. Logits exist for one chunk of actions at a time, also in the backward pass."""
+def packed_logprobs(model, trajectories, read, rows_per_chunk):
+    """The same in one pass. Logits are made chunk by chunk, forth and back: (M, V) never exists whole."""
     ids, positions, layout, readout, targets = pack(trajectories or [Trajectory([0], [0])])
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
@@ -559,7 +578,7 @@ def packed_logprobs(model, trajectories, read, rows_per_chunk=1024):
         hidden = model(
             torch.tensor([ids], device=model.device),
             position_ids=torch.tensor([positions], device=model.device),
-            attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # any 4-d mask: the library builds none
+            attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # 4-d: the library builds none
             layout=layout,
             use_cache=False,
             logits_to_keep=torch.tensor(readout or [0], device=model.device),
@@ -573,28 +592,27 @@ def packed_logprobs(model, trajectories, read, rows_per_chunk=1024):
 
     logps, entropies = [], []
     for chunk in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk)):
-        logp, entropy = checkpoint(read_chunk, *chunk, use_reentrant=False)
+        logp, h = checkpoint(read_chunk, *chunk, use_reentrant=False)
         logps.append(logp)
-        entropies.append(entropy)
+        entropies.append(h)
     return torch.cat(logps), torch.cat(entropies)
 
 
 def accepts(model, keyword):
     """Whether the model's forward takes this keyword."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own takes anything
-    return keyword in inspect.signature(inner.forward).parameters
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own takes anything
+    return keyword in inspect.signature(model.forward).parameters
 
 
 def pack(trajectories):
     """Lay trajectories out as drawn above.
 
-    Returns ids and positions (L,); layout: per group [prefix length, continuation lengths ...]; readout (M,): the place
-    in the sequence that predicts each action token; targets (M,): that token. M runs over trajectories in their order.
+    Returns ids and positions (L,); layout: for each group [prefix length, continuation lengths ...]; readout
+    (M,): the place that predicts each action token; targets (M,): that token; all in the rows' order.
     """
     ids, positions, layout, readout = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        base = len(ids)
-        prefix = shared_prefix([trajectories[row] for row in rows])
+        base, prefix = len(ids), shared_prefix([trajectories[row] for row in rows])
         ids += trajectories[rows[0]].ids[:prefix]
         positions += range(prefix)
         layout.append([prefix])
@@ -605,56 +623,52 @@ def pack(trajectories):
             layout[-1].append(len(trajectory.ids) - prefix)
             readout[row] = [base + place - 1 if place <= prefix else start + place - 1 - prefix
                             for place, sampled in enumerate(trajectory.mask) if sampled]
-    in_order = range(len(trajectories))
-    readout = [place for row in in_order for place in readout[row]]
-    targets = [token for row in in_order for token in trajectories[row].action_ids]
+    readout = [place for row in range(len(trajectories)) for place in readout[row]]
+    targets = [token for trajectory in trajectories for token in trajectory.action_ids]
     return ids, positions, layout, readout, targets
 
 
 def shared_prefix(trajectories):
-    """Tokens that all begin with. (The reward tokens differ, so it usually ends just before r_j.)"""
+    """Tokens that all of them begin with. (The reward tokens differ, so it usually ends just before r_j.)"""
     return len(os.path.commonprefix([t.ids for t in trajectories]))
 
 
-def group_attention(module, query, key, value, layout, scaling=None, softcap=None, s_aux=None, **kwargs):
-    """Attention over the layout of `pack`. query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D)
+def group_attention(module, query, key, value, attention_mask, layout, scaling=None, **kwargs):
+    """Attention over the layout of `pack`.
 
-    Sliding windows are left out: `packs` sees to it that no row is longer than the window.
+    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D). Sliding windows are left
+    out: `packs` sees to it that no row is longer than the window.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError("its attention has soft-caps or sinks")
+    extras = ("softcap", "s_aux", "sinks", "position_bias", "indices")
+    extras = [name for name in extras if kwargs.get(name) is not None]
+    if extras or attention_mask.numel() > 1:
+        raise ValueError(f"its attention has {', '.join(extras) or 'a mask'} of its own")
     group_attention.calls += 1
-    repeats = query.shape[1] // key.shape[1]
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings are fp32, values bf16
-    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary makes them fp32
+    key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     out, start = [], 0
     for prefix, *lengths in layout:
         q, k, v = (x[:, :, start : start + prefix + sum(lengths)] for x in (query, key, value))
-        if prefix:
-            seen = k[:, :, :prefix], v[:, :, :prefix]
-            out.append(F.scaled_dot_product_attention(q[:, :, :prefix], *seen, is_causal=True, scale=scaling))
-        begin = prefix
-        for n in lengths:
-            if n:  # a continuation attends to the prefix and, causally, to itself; flash attention needs no mask
-                own_k, own_v = k[:, :, begin : begin + n], v[:, :, begin : begin + n]
-                seen = torch.cat([k[:, :, :prefix], own_k], 2), torch.cat([v[:, :, :prefix], own_v], 2)
-                own_q, causal = q[:, :, begin : begin + n], causal_lower_right(n, prefix + n)
-                out.append(F.scaled_dot_product_attention(own_q, *seen, attn_mask=causal, scale=scaling))
-            begin += n
-        start += begin
+        parts = [x.split([prefix, *lengths], 2) for x in (q, k, v)]
+        for number, (own_q, own_k, own_v) in enumerate(zip(*parts)):
+            n, seen = own_q.shape[2], 0
+            if number > 0:  # a continuation attends to the prefix and, causally, to itself
+                own_k, own_v = torch.cat([parts[1][0], own_k], 2), torch.cat([parts[2][0], own_v], 2)
+                seen = prefix
+            if n:
+                causal = causal_lower_right(n, seen + n)  # flash attention: no mask in memory
+                out.append(F.scaled_dot_product_attention(own_q, own_k, own_v, causal, scale=scaling))
+        start += prefix + sum(lengths)
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-group_attention.calls = 0
-
-
 def with_layout(attention):
-    """One of the library's attention functions, which hands over to `group_attention` where a layout is given."""
+    """One of the library's attention functions, that hands over to ours where a layout is given."""
 
     def attend(module, query, key, value, attention_mask, layout=None, **kwargs):
         if layout is None:
             return attention(module, query, key, value, attention_mask, **kwargs)
-        return group_attention(module, query, key, value, layout, **kwargs)
+        return group_attention(module, query, key, value, attention_mask, layout, **kwargs)
 
     return attend
 
@@ -663,110 +677,105 @@ for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):
     AttentionInterface.register(_name, with_layout(AttentionInterface()[_name]))
 
 
-# ----- which models may be packed, what rows they take, and in what passes
+# ----- A, continued: what a model takes, and in what passes
 
-_TRIALS = WeakKeyDictionary()  # model -> {trial: reason why not, or None}
+_TRIALS = WeakKeyDictionary()  # model -> {(what, attention): why not, or None}
 
 
 def packs(model, longest_row):
-    """Whether groups of rows of at most this length may be packed; the first time it takes a trial on made-up rows."""
-    reason = tried(model, "packed", trial_of_packing)
-    return reason is None and longest_row <= attention_window(model.config)
+    """Whether groups of rows up to this length may be packed. The first time for a model it makes a trial."""
+    return not trial(model, "packed", packing_trial) and longest_row <= attention_window(model.config)
 
 
-def tried(model, name, trial):
-    """The reason that `trial(model)` gave, once for each model and attention, and told once."""
-    trials = _TRIALS.setdefault(model, {})
-    key = name, model.config._attn_implementation
+def trial(model, what, compare):
+    """Why the model cannot be run in this way, or None. Found once, told once, the same on every process.
+
+    compare(model, ids) -> (our log-probs, those of the definition) on made-up ids.
+    """
+    trials, key = _TRIALS.setdefault(model, {}), (what, model.config._attn_implementation)
     if key not in trials:
-        trials[key] = trial(model)
+        model.eval()
+        known = model.get_input_embeddings().weight.shape[0]
+        ids = [token % known for token in range(3, 80, 5)]  # 16 of them
+        with torch.no_grad():
+            pair = torch.tensor([ids[:9], ids[:8] + ids[9:10]], device=model.device)
+            before, other = (model(row[None], use_cache=False).logits[0, :8] for row in pair)
+            coarse = before.dtype != torch.float32  # bf16, also from fp32 weights under autocast or sharding
+            tolerance = 0.3 if coarse else 1e-3
+            if (before - other).abs().max() > tolerance:
+                raise ValueError(f"{type(model).__name__} is no causal language model: its logits look ahead")
+            try:
+                ours, plain = compare(model, ids)
+                by = (ours - plain).abs().max().item()
+                trials[key] = None if by < tolerance else f"its log-probs would differ by {by:.2g}"
+            except Exception as error:  # whatever a model says to a layout or a cache that it does not know
+                trials[key] = str(error).partition("\n")[0] or type(error).__name__
         if trials[key]:
-            warnings.warn(f"{type(model).__name__}: no {name} passes, rows are computed one by one (right, but slower): "
-                          f"{trials[key]}", stacklevel=3)
+            warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, "
+                          f"right but slower: {trials[key]}", stacklevel=4)
     return trials[key]
 
 
-@torch.no_grad()
-def trial_of_packing(model):
-    """Compare packed log-probs with plain ones on two made-up groups. The reason why they cannot be used, or None."""
-    ids = made_up_ids(model)
+def packing_trial(model, ids):
+    config = model.config.get_text_config()
+    if any("soft" in name and "cap" in name and value for name, value in vars(config).items()):
+        raise ValueError("its attention or its logits have a soft-cap")  # too gentle for bf16 to show it
     rows = [Trajectory(ids[:6] + ids[n : n + k], [0] * 5 + [1] * (k + 1), group=n % 2)
             for n, k in ((7, 5), (2, 3), (5, 8), (9, 1))]
     read = partial(read_logits, temperature=1.0, entropy=False)
-    silence(model)
-    plain, _ = plain_logprobs(model, rows, read)
-    group_attention.calls = 0
-    try:
-        packed, _ = packed_logprobs(model, rows, read, rows_per_chunk=5)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    layers = model.config.get_text_config().num_hidden_layers
+    group_attention.calls, layers = 0, config.num_hidden_layers
+    packed, _ = packed_logprobs(model, rows, read, rows_per_chunk=5)
     if group_attention.calls != layers:
-        return f"{group_attention.calls} of its {layers} layers attend through {model.config._attn_implementation!r}"
-    return differ(packed, plain, model)
-
-
-def made_up_ids(model):
-    return [token % model.get_input_embeddings().weight.shape[0] for token in range(3, 80, 5)]  # 16 ids
-
-
-def differ(ours, plain, model):
-    """None if two computations of the same log-probs agree within the precision of the model, else what they differ by."""
-    low_precision = torch.is_autocast_enabled(ours.device.type) or compute_dtype(model) != torch.float32
-    by = (ours - plain).abs().max().item()
-    return None if by < (0.3 if low_precision else 1e-3) else f"its log-probs would differ by {by:.2g}"
-
-
-def compute_dtype(model):
-    """fp32 master weights of a sharded model compute in bf16: look at what comes out of its embedding."""
-    return model.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=model.device)).dtype
+        kind = model.config._attn_implementation
+        raise ValueError(f"{group_attention.calls} of its {layers} layers attend by our form of {kind!r}")
+    return packed, plain_logprobs(model, rows, read)[0]
 
 
 def attention_window(config):
-    """The shortest sliding window or chunk of any layer, in tokens; infinite where there is none."""
+    """The shortest sliding window, chunk or choice of tokens of any layer; infinite where there is none."""
     config = config.get_text_config()
-    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    if set(getattr(config, "layer_types", None) or [None]) == {"full_attention"}:
+        return math.inf
+    names = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "local_attention",
+             "attention_window_size", "attention_chunk_size", "index_topk", "indexer_budget")
+    sizes = [getattr(config, name, None) for name in names]
     return min([size for size in sizes if isinstance(size, int) and size > 0], default=math.inf)
 
 
 def context_length(config):
-    """Tokens that a row may have: the positions that the model has, fewer where its rope changes with the length.
+    """Tokens that a row may have: the model's positions, or fewer where its rope changes with the length.
 
-    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes a limit:
-    beyond it what was sampled token by token cannot be scored in one pass.
+    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes
+    a limit: what was sampled token by token before it could not be scored after it.
     """
     config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            positions = min(positions, parameters.get("original_max_position_embeddings") or positions)
-    return positions
+    for parameters in [rope, *rope.values()]:  # one for all layers, or one for each type of layer
+        kind = str(parameters.get("rope_type")) if isinstance(parameters, dict) else ""
+        if re.search("dynamic|longrope", kind):
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min([limit for limit in limits if isinstance(limit, int) and limit > 0], default=math.inf)
 
 
 def check_rows(model, rows):
-    """ValueError for a list of rows of ids that the model cannot read: too long, or ids without an embedding."""
-    longest_row, limit = max(map(len, rows), default=0), context_length(model.config)
-    if longest_row > limit:
-        raise ValueError(f"a row of {longest_row} tokens, and this model reads {limit} (max_position_embeddings, or where "
-                         "its rope changes with the length): lower max_tokens")
-    largest, known = max((max(ids) for ids in rows if ids), default=0), model.get_input_embeddings().weight.shape[0]
-    if largest >= known:
-        raise ValueError(f"token id {largest}, and this model has {known} embeddings: tokens were added to the tokenizer "
-                         "alone, call add_reward_tokens(tokenizer, model)")
-
-
-def longest(trajectories):
-    """Tokens of the longest trajectory, 0 if there is none."""
-    return max((len(t.ids) for t in trajectories), default=0)
+    """ValueError for rows of ids that the model cannot read: too long, or with ids that have no embedding."""
+    longest_row, context = max(map(len, rows), default=0), context_length(model.config)
+    if longest_row > context:
+        raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or "
+                         "the length at which its rope changes): lower max_tokens")
+    largest = max((max(ids) for ids in rows if ids), default=0)
+    if largest >= (known := model.get_input_embeddings().weight.shape[0]):
+        raise ValueError(f"token id {largest}, and the model has {known} embeddings: tokens were added to "
+                         "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
 
 
 def passes(model, trajectories, tokens_per_pass, gather=list):
-    """The rows of each forward pass, at most `tokens_per_pass` tokens in it, shared prefixes counted once.
+    """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
 
-    A group stays together if it fits into a pass, else it is split; a longer single row is a pass of its own. The longest
-    are placed first, each where there is still room: passes are few and about equally long, also on different processes,
-    which wait for each other. All make the same number, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own. The
+    longest are placed first, and each where there is room: passes are few and about equally long, also on
+    processes that wait for each other. All make the same number, the last ones empty where there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
@@ -774,75 +783,77 @@ def passes(model, trajectories, tokens_per_pass, gather=list):
     pieces = []  # [tokens, rows]: groups, or as much of one as fits into a pass
     for rows in rows_by_group([t.group for t in trajectories]).values():
         prefix = shared_prefix([trajectories[row] for row in rows])
-        pieces.append([len(trajectories[rows[0]].ids), rows[:1]])
-        for row in rows[1:]:
-            own = len(trajectories[row].ids) - prefix
-            if packed and pieces[-1][0] + own <= tokens_per_pass:
-                pieces[-1] = [pieces[-1][0] + own, [*pieces[-1][1], row]]
+        for row in rows:
+            tokens = len(trajectories[row].ids)
+            if packed and row != rows[0] and pieces[-1][0] + tokens - prefix <= tokens_per_pass:
+                pieces[-1][0] += tokens - prefix
+                pieces[-1][1].append(row)
             else:
-                pieces.append([prefix + own, [row]])
+                pieces.append([tokens, [row]])
     filled = []  # [tokens, rows]: passes
     for tokens, rows in sorted(pieces, key=lambda piece: -piece[0]):
         roomy = [one for one in filled if packed and one[0] + tokens <= tokens_per_pass]
-        if not roomy:
-            filled.append([0, []])
-        one = roomy[0] if roomy else filled[-1]
-        one[0], one[1] = one[0] + tokens, [*one[1], *rows]
+        if roomy:
+            roomy[0][0] += tokens
+            roomy[0][1] += rows
+        else:
+            filled.append([tokens, rows])
     cut = [rows for _, rows in sorted(filled, key=lambda one: -one[0])]
     return cut + [[]] * (max(gather([len(cut)])) - len(cut))
-
-
-def silence(model):
-    """Switch dropout and router noise off: evaluation mode. Gradient checkpointing, which the library does in training
-    mode only, stays on: its layers, and nothing in them, are told that they train until they are really run."""
-    model.eval()
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training = True
-            run = layer._gradient_checkpointing_func
-            if getattr(run, "func", None) is not _checkpoint_silently:
-                layer._gradient_checkpointing_func = partial(_checkpoint_silently, run)
-
-
-def _checkpoint_silently(run_checkpointed, forward, *args):
-    layer = forward.args[0]
-
-    def silent(*args):
-        layer.training = False
-        try:
-            return forward(*args)
-        finally:
-            layer.training = True
-
-    return run_checkpointed(silent, *args)
 
 
 def reference_logprobs(ref_model, trajectories, temperature):
     """`action_logprobs` of the frozen model, without gradient."""
     with torch.no_grad():
         logp = action_logprobs(ref_model, trajectories, temperature)
-    if hasattr(ref_model, "reshard"):  # sharded: without a backward pass nothing else frees its gathered weights
+    if hasattr(ref_model, "reshard"):  # sharded: no backward pass will free its gathered weights
         ref_model.reshard()
     return logp
 
 
-# ===== B. Envs and policies =======================================================================================
-# Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed; a model is sampled
-# from exactly softmax(logits / temperature), and what a conversation has said is read once.
+def silence(model):
+    """Evaluation mode: no dropout, no router noise. Gradient checkpointing, which the library has in training
+    mode only, stays on: its layers, and nothing in them, are told that they train, until they really run."""
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer.training, run = True, layer._gradient_checkpointing_func
+            if getattr(run, "func", None) is not _run_silently:
+                layer._gradient_checkpointing_func = partial(_run_silently, run)
+
+
+def _run_silently(run, forward, *args):
+    def silent(*args):
+        layer = forward.args[0]
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return run(silent, *args)
+
+
+# ===== B. Envs and policies =================================================================================
+# Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed. A model
+# is sampled from exactly softmax(logits / temperature), and what was said in a conversation is read once.
 
 from concurrent.futures import ThreadPoolExecutor
 
 from transformers import DynamicCache
 
 
-def open_envs(envs, reward_tokens, groups, closing, **limits):
-    """For `rollout`: envs (to be closed with `closing`), reward tokens and groups as lists; a map over rows, threaded."""
-    opened = []
-    for env in envs:
-        opened.append(env)
-        if hasattr(env, "close"):
-            closing.callback(env.close)
-    reward_tokens, groups = list(reward_tokens), [None] * len(opened) if groups is None else list(groups)
+def open_envs(envs, reward_tokens, groups, limits, closing):
+    """For `rollout`: envs (closed with `closing`), reward tokens and groups as lists, and a map over rows."""
+    opened, reward_tokens = [], list(reward_tokens)
+    try:
+        for env in envs:
+            if hasattr(env, "close"):
+                closing.callback(ask, env, len(opened), "last", "close")
+            opened.append(env)
+    except Exception as error:
+        raise RuntimeError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
+    groups = [None] * len(opened) if groups is None else list(groups)
     if not opened or not len(opened) == len(reward_tokens) == len(groups):
         raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(opened)} envs, "
                          f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
@@ -850,36 +861,41 @@ def open_envs(envs, reward_tokens, groups, closing, **limits):
         raise ValueError("one env object is given for several rollouts: make a fresh env for each")
     if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
         raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
-    if limits["threads"] == 1:
-        return opened, reward_tokens, groups, map
-    return opened, reward_tokens, groups, closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
+    each = map
+    if limits["threads"] > 1:
+        each = closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
+    return opened, reward_tokens, groups, each
 
 
 def ask(env, row, turn, method, *arguments):
-    """Call a method of an env and check its answer; whatever goes wrong, the error names env, row and turn."""
+    """Call a method of an env and check its answer. Whatever goes wrong, the error names env, row, turn."""
     name = f"env {row} ({type(env).__name__}), turn {turn}: env.{method}()"
     try:
         answer = getattr(env, method)(*arguments)
     except Exception as error:
         raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+    if method == "close":
+        return None
     if method == "reward":
         try:
-            reward = float(answer)
-        except (TypeError, ValueError):
+            reward = float(answer + 0)  # a number that is spelt is none
+        except Exception:
             reward = math.nan
         if not 0 <= reward <= 1:
-            raise ValueError(f"{name} returned {answer!r}: rewards must be numbers in [0, 1]")
+            raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
         return reward
-    if method == "step" and answer is None:
+    if answer is None and method == "step":
         return None
-    well_formed = isinstance(answer, list) and answer and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in answer)
-    if not well_formed:
-        raise TypeError(f"{name} must return a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
+    for message in answer if isinstance(answer, list) and answer else [None]:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{name} must return a non-empty list of {{'role': str, 'content': str}}, "
+                            f"got {answer!r}")
     return answer
 
 
 def checked_actions(sampled, expected):
+    """What a policy returned, as lists of int; ValueError unless it is one non-empty list per prompt."""
     sampled = [[int(token) for token in ids] for ids in sampled]
     if len(sampled) != expected or not all(sampled):
         raise ValueError(f"the policy must return one non-empty list of ids per prompt: {expected} prompts, "
@@ -888,14 +904,14 @@ def checked_actions(sampled, expected):
 
 
 def scripted_policy(texts, tokenizer):
-    """A policy for one conversation that says `texts` in order. A generator may look at its env before each line."""
+    """A policy for one conversation that says `texts` in order. A generator may look at its env first."""
     texts, chat = iter(texts), chat_format(tokenizer)
 
     def policy(prompts):
         if len(prompts) != 1:
-            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: call rollout with one env")
+            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: roll out one env")
         if (text := next(texts, None)) is None:
-            raise ValueError("the script is over but the conversation is not: let its last line end the episode")
+            raise ValueError("the script is over but the conversation is not: let its last line end it")
         return [chat.action(text)]
 
     policy.unsaid = texts
@@ -912,9 +928,9 @@ def check_script(policy, trajectories):
 def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
-    prompts: N lists of ids.  stop_ids: an action ends with the first of these (kept), or after max_new_tokens.
-    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the log-probs of
-    appendix A are those of the distribution sampled here.
+    prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
+    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the
+    log-probs of appendix A are those of the distribution sampled here.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -922,22 +938,23 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
 def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generator=None, cache_tokens=2**17):
     """A policy that samples the model as `sample` does, and reads only what is new in a conversation.
 
-    generator: of the draws; on the model's device.  cache_tokens: most tokens, padding included, whose keys and values
-    are held at a time; where a call needs more, it samples in parts, and the next turn reads again.
-    Its `temperature` is what `rcgrpo_step` scores at. What it has read is forgotten when the weights change.
+    generator: of the draws, on the model's device.  cache_tokens: most tokens, padding included, whose keys
+    and values are held at a time; a call that needs more samples in parts, and the next turn reads again.
+    `rcgrpo_step` scores at its `temperature`. What it has read is forgotten when the weights change.
     """
-    return ModelPolicy(model, chat_format(tokenizer).stop_ids, temperature, max_new_tokens, generator, cache_tokens)
+    stop_ids = chat_format(tokenizer).stop_ids
+    return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator, cache_tokens)
 
 
 class ModelPolicy:
-    """What `model_policy` returns. Of each conversation it keeps the ids that it has read, their keys and values."""
+    """What `model_policy` returns. It keeps the ids that it has read in each conversation, cached."""
 
     READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
 
     def __init__(self, model, stop_ids, temperature, max_new_tokens, generator=None, cache_tokens=2**17):
         if not (0 <= temperature < math.inf and max_new_tokens >= 1 and cache_tokens >= 1):
-            raise ValueError(f"need 0 <= temperature < inf, max_new_tokens and cache_tokens >= 1, got {temperature}, "
-                             f"{max_new_tokens}, {cache_tokens}")
+            raise ValueError(f"need 0 <= temperature < inf, max_new_tokens and cache_tokens >= 1, got "
+                             f"{temperature}, {max_new_tokens}, {cache_tokens}")
         self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
         self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
         self.max_tokens = context_length(model.config)  # `rollout` ends what is longer
@@ -948,18 +965,18 @@ class ModelPolicy:
         """N lists of ids -> N lists of sampled ids."""
         prompts = [list(prompt) for prompt in prompts]
         if not all(prompts) or max(map(len, prompts)) >= self.max_tokens:
-            raise ValueError(f"prompts must have 1 to {self.max_tokens - 1} tokens, got {sorted(map(len, prompts))}")
+            lengths = [len(prompt) for prompt in prompts]
+            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
         check_rows(self.model, prompts)
-        alone = tried(self.model, "padded", trial_of_padding) is not None
-        training = self.model.training
-        self.model.eval()  # dropout off; gradient checkpointing would also switch the cache off
+        training, alone = self.model.training, not pads(self.model)
+        self.model.eval()  # no dropout; gradient checkpointing would also switch the cache off
         parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
         sampled = {}
         for rows in parts:
             if len(parts) > 1:
                 self._begin(0)
-            some = [prompts[row] for row in rows]
-            sampled.update(zip(rows, self._sample_alone(some) if alone else self._sample_together(some)))
+            sample_part = self._sample_alone if alone else self._sample_together
+            sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
         self.model.train(training)
         return [sampled[row] for row in range(len(prompts))]
 
@@ -973,13 +990,14 @@ class ModelPolicy:
         def tokens(rows):
             return len(rows) * (max(len(prompts[row]) for row in rows) + self.max_new_tokens)
 
-        parts = [list(range(len(prompts)))]
-        if tokens(parts[0]) > self.cache_tokens:
-            parts = [[]]
-            for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):  # all are padded to the last
-                if parts[-1] and tokens([*parts[-1], row]) > self.cache_tokens:
-                    parts.append([])
-                parts[-1].append(row)
+        every = list(range(len(prompts)))
+        if tokens(every) <= self.cache_tokens:
+            return [every]
+        parts = [[]]
+        for row in sorted(every, key=lambda row: len(prompts[row])):  # all of a part are padded to its last
+            if parts[-1] and tokens([*parts[-1], row]) > self.cache_tokens:
+                parts.append([])
+            parts[-1].append(row)
         return parts
 
     def _sample_together(self, prompts):
@@ -988,106 +1006,105 @@ class ModelPolicy:
             different = list(dict.fromkeys(map(tuple, prompts)))
             self._begin(len(different))
             if len(different) < len(prompts):  # the rollouts of a task under one reward token: read it once
-                self._feed([prompt[:-1] for prompt in different])
+                self._feed([list(prompt[:-1]) for prompt in different])
             rows = [different.index(tuple(prompt)) for prompt in prompts]
         self._select(rows)
         logits = self._feed([prompt[len(read) :] for prompt, read in zip(prompts, self.read)])  # (N, V)
         return self._draw(prompts, logits, self._feed)
 
     def _sample_alone(self, prompts):
-        """One row, for models that padding disturbs: with the cache that the library gives it, or if need be none."""
-        cached = tried(self.model, "cached", trial_of_caching) is None
-        cache, read = DynamicCache(config=self.model.config) if cached else None, []
+        """One row, for models that padding disturbs: with the library's cache for it, or with none."""
+        cached, read = not trial(self.model, "read in pieces", caching_trial), []
+        cache = DynamicCache(config=self.model.config) if cached else None
 
         def feed(new):
             read.extend(new[0])
-            return run(self.model, new if cached else [read], cache)
+            if not cached:
+                return next_logits(self.model, [read])
+            positions = torch.arange(len(read) - len(new[0]), len(read), device=self.model.device)
+            return next_logits(self.model, new, cache, position_ids=positions[None])
 
         return self._draw(prompts, feed(prompts), feed)
 
     def _begin(self, rows):
         """Forget everything. An empty cache for this many rows."""
         self.read = [[] for _ in range(rows)]
-        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # (rows, slots): not padding
+        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # slots, not padding
         self.cache = DynamicCache()  # without a config all layers keep all slots
         self.weights = weights_version(self.model)
 
     def _recall(self, prompts):
-        """The row of the cache that each prompt goes on from; None if one has none. Some conversations may be over."""
+        """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
         longest_row = max(map(len, prompts)) + self.max_new_tokens
         if self.weights != weights_version(self.model) or longest_row > attention_window(self.model.config):
             return None  # a window counts slots, and a cache that is gone on with has gaps
         rows, left = [], iter(range(len(self.read)))
         for prompt in prompts:
-            row = next((r for r in left if self.read[r] == prompt[: len(self.read[r])] and self.read[r] != prompt), None)
-            if row is None:
-                return None
-            rows.append(row)
-        return rows
+            for row in left:
+                if self.read[row] == prompt[: len(self.read[row])] and len(self.read[row]) < len(prompt):
+                    rows.append(row)
+                    break
+        return rows if len(rows) == len(prompts) else None
 
     def _select(self, rows):
-        """Keep these rows of the cache, some perhaps more than once, and of their slots the real ones, at the end."""
+        """Keep these rows of the cache, some perhaps twice, and of their slots the real ones, at the end."""
         real = self.real[rows]  # (N, slots)
-        gone = real.shape[1] - int(real.sum(1).max())
-        order = real.byte().argsort(dim=1, stable=True)[:, gone:]
+        padding = real.shape[1] - int(real.sum(1).max())
+        order = real.byte().argsort(dim=1, stable=True)[:, padding:]
         for layer in self.cache.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = (pick_slots(x[rows], order) for x in (layer.keys, layer.values))
+                layer.keys = pick_slots(layer.keys[rows], order)
+                layer.values = pick_slots(layer.values[rows], order)
         self.real = real.gather(1, order)
-        self.read = [list(self.read[row]) for row in rows]
+        self.read = [self.read[row] for row in rows]
 
     def _feed(self, new):
-        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow."""
-        width = max(map(len, new))
-        if width == 0:
-            return None
-        block = torch.zeros(len(new), width, dtype=torch.long)
-        real = torch.zeros(len(new), width, dtype=torch.bool)
-        for row, ids in enumerate(new):
-            if ids:  # padded on the left: the last column is real
-                block[row, -len(ids) :], real[row, -len(ids) :] = torch.tensor(ids), True
-            self.read[row].extend(ids)
-        block, past = block.to(self.real.device), self.real.shape[1]
-        self.real = torch.cat([self.real, real.to(self.real.device)], 1)
-        positions = (self.real.cumsum(1) - 1).clamp_min(0)
-        for start in range(0, width, step := max(1, self.READ_AT_ONCE // len(new))):
-            piece = slice(start, start + step)
-            seen = past + min(width, start + step)
-            logits = run(self.model, block[:, piece], self.cache, self.real[:, :seen].long(), positions[:, past:][:, piece])
+        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
+        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
+        padding = [width - len(ids) for ids in new]  # on the left: the last column is real
+        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
+        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
+        self.real = torch.cat([self.real, real], 1)
+        self.read = [read + ids for read, ids in zip(self.read, new)]
+        positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
+        step = max(1, self.READ_AT_ONCE // len(new))
+        for start in range(0, width, step):
+            end = min(width, start + step)
+            mask = self.real[:, : past + end].long()
+            logits = next_logits(self.model, block[:, start:end], self.cache, mask, positions[:, start:end])
         return logits
 
     def _draw(self, prompts, logits, feed):
-        """Sample token by token. Rows that are over stay in the draw, so that the others' draws do not depend on them."""
+        """Sample token by token. Rows that are over stay in the draw: others do not depend on them."""
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         while True:
             if self.temperature == 0:
                 drawn = logits.argmax(-1)
             else:
-                drawn = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=self.generator)[:, 0]
-            drawn = drawn.tolist()
-            said = [[drawn[row]] if row in talking else [] for row in range(len(prompts))]
+                probabilities = (logits / self.temperature).softmax(-1)
+                drawn = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+            said = [[token] if row in talking else [] for row, token in enumerate(drawn.tolist())]
             for row in list(talking):
                 actions[row] += said[row]
-                if drawn[row] in self.stop_ids or len(actions[row]) == room[row]:
+                if said[row][0] in self.stop_ids or len(actions[row]) == room[row]:
                     talking.discard(row)
             if not talking:
                 return actions
             logits = feed(said)
 
 
-def run(model, ids, cache=None, attention_mask=None, position_ids=None):
+def next_logits(model, ids, cache=None, attention_mask=None, position_ids=None):
     """Logits (N, V), fp32, after the last of ids (N, L), which go on from what the cache holds."""
     given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-    given = {name: value for name, value in given.items() if value is not None}
-    if accepts(model, "logits_to_keep"):
-        given["logits_to_keep"] = 1
+    given["logits_to_keep"] = 1
+    given = {name: value for name, value in given.items() if value is not None and accepts(model, name)}
     ids = torch.as_tensor(ids, device=model.device)
     return model(ids, use_cache=cache is not None, **given).logits[:, -1].float()
 
 
 def pick_slots(states, order):
-    """Keys or values (N, heads, slots, width) -> (N, heads, those of `order` (N, n), width)."""
+    """Of keys or values (N, heads, slots, D) the slots that `order` (N, n) names: (N, heads, n, D)."""
     return states.gather(2, order[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
@@ -1096,43 +1113,36 @@ def weights_version(model):
     return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
-@torch.no_grad()
-def trial_of_padding(model):
-    """Compare rows of different lengths in one cache, gone on with, with plain passes. Why they differ, or None."""
-    ids = made_up_ids(model)
-    model.eval()
+def pads(model):
+    """Whether rows of different lengths may share a cache. The paper's models may; others after a trial."""
+    return model.config.model_type in ("qwen2", "qwen3", "llama") or not trial(model, "padded", padding_trial)
+
+
+def padding_trial(model, ids):
+    """Rows of different lengths in one cache, gone on with in another order, against plain passes."""
     policy = ModelPolicy(model, (), 0, 1)
-    try:
-        policy._begin(2)
-        policy._feed([ids[:9], ids[3:7]])
-        policy._select([1, 0, 0])
-        logits = policy._feed([ids[:1], ids[1:4], ids[5:7]])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    plain = torch.cat([run(model, [row]) for row in policy.read])
-    return differ(logits.log_softmax(-1), plain.log_softmax(-1), model)
+    policy._begin(2)
+    policy._feed([ids[:9], ids[3:7]])
+    policy._select([1, 0, 0])
+    ours = policy._feed([ids[:1], ids[1:4], ids[5:7]])
+    plain = torch.cat([next_logits(model, [row]) for row in policy.read])
+    return ours.log_softmax(-1), plain.log_softmax(-1)
 
 
-@torch.no_grad()
-def trial_of_caching(model):
-    """Compare one row read in pieces with a plain pass. Why they differ, or None."""
-    ids = made_up_ids(model)
-    model.eval()
+def caching_trial(model, ids):
+    """One row read in pieces, with the library's own cache, against a plain pass."""
     cache = DynamicCache(config=model.config)
-    try:
-        for piece in (ids[:9], ids[9:10], ids[10:11]):
-            logits = run(model, [piece], cache)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    return differ(logits.log_softmax(-1), run(model, [ids[:11]]).log_softmax(-1), model)
+    for start, end in ((0, 9), (9, 10), (10, 11)):
+        positions = torch.arange(start, end, device=model.device)[None]
+        ours = next_logits(model, [ids[start:end]], cache, position_ids=positions)
+    return ours.log_softmax(-1), next_logits(model, [ids[:11]]).log_softmax(-1)
 
 
-# ===== C. Chat templates ==========================================================================================
-# Promise: a conversation that is appended piece by piece has the ids that the template and the tokenizer give it as a
-# whole; control tokens come from the frame only, never from what a user or a tool says; what cannot be so is refused.
+# ===== C. Chat templates ====================================================================================
+# Promise: a conversation that is appended piece by piece has the ids that template and tokenizer give it as a
+# whole; control tokens come from the frame, never from what a user or a tool says; all else is refused.
 
 import json
-import re
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -1141,13 +1151,13 @@ from tokenizers import Tokenizer
 def chat_format(tokenizer, **template):
     """The tokenizer's ChatFormat, built once (and again when its tokens, template or end token have changed).
 
-    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can be given wherever this
-    file takes a tokenizer. Raises ValueError, in one line, for templates that a conversation cannot be built from.
+    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can stand wherever
+    this file takes a tokenizer. ValueError, in one line, for templates that cannot be built upon.
     """
     if isinstance(tokenizer, ChatFormat):
         return tokenizer
-    state = len(tokenizer), str(getattr(tokenizer, "chat_template", None)), getattr(tokenizer, "eos_token_id", None)
-    return _chat_format(tokenizer, state, json.dumps(template, sort_keys=True))
+    state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
+    return _chat_format(tokenizer, f"{len(tokenizer)} {state}", json.dumps(template, sort_keys=True))
 
 
 @lru_cache(maxsize=8)
@@ -1158,12 +1168,11 @@ def _chat_format(tokenizer, state, template):
 class ChatFormat:
     """A chat template, cut into pieces.
 
-    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>, ...) become ids only
-    where the template, a system prompt or inject_reward_token put them. The same characters inside a user's or a tool's
-    text are encoded as ordinary text. An assistant message of the opening may hold those that are not special, and a
-    system prompt all but reward tokens.
-    A template without tool messages is used with user messages in their place.
-    If its assistant header opens a thought (<think>), a script closes it at once, as the template closes an empty one.
+    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>) become ids
+    where the template, a system prompt or inject_reward_token put them. The same characters in what a user or
+    a tool says are ordinary text. (An assistant message of the opening may hold those that are not special, a
+    system prompt all but reward tokens.) A template without tool messages is given user messages instead. If
+    its assistant header opens a thought (<think>), a script closes it, as the template closes an empty one.
     """
 
     HIDDEN = "\ue000"  # \ue000<number>\ue000 stands for a control token spelt in somebody's text
@@ -1172,7 +1181,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer, **template):
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template, or use an instruct model")
+            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template")
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
@@ -1182,38 +1191,38 @@ class ChatFormat:
         self.frame_pattern = any_of(self.control)
         stand_ins = [self.HIDDEN, self.ANSWER]
         special = [content for content, (_, t) in added.items() if t.special]
-        self.hide_patterns = {"system": any_of([HIGH, LOW, *stand_ins]), "assistant": any_of([*special, *stand_ins])}
-        self.hide_everything = any_of([*self.control, *stand_ins])
+        self.hide_all = any_of([*self.control, *stand_ins])
+        self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
+                          "assistant": any_of([*special, *stand_ins])}
         self.plain = without_control_tokens(tokenizer, self.control)
         self._read_frame()
         if problem := self._problem():
             self.tools_as_user = True
             if self._problem():
                 raise ValueError(f"this chat template cannot be used: {problem}")
-            warnings.warn(f"tool results are shown as user messages, because of the chat template: {problem}", stacklevel=4)
+            warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
         if reward_token is not None and reward_token not in self.control:
-            raise ValueError(f"{reward_token!r} is no token of this tokenizer: call add_reward_tokens(tokenizer, model)")
+            raise ValueError(f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
         messages, hidden = self._hide_control_tokens(messages)
         if reward_token is not None:
             messages = inject_reward_token(messages, reward_token)
         return self._encode(self._render(messages, generate=True), hidden)
 
     def suffix(self, messages):
-        """Ids that follow the assistant's end token: the template's framing of `messages` and the next header."""
+        """Ids that follow the assistant's end token: `messages` in their frame, and the next header."""
         messages, hidden = self._hide_control_tokens(messages)
-        rendered = self._render(self.DUMMY + messages, generate=True)
-        return self._encode(rendered.partition(self.ANSWER)[2], hidden)[1:]
+        return self._encode(self._after_answer(messages), hidden)[1:]
 
     def action(self, text):
-        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
+        """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         return [*self._encode(self.close_thought), *ids, self.end_of_turn]
 
     def text(self, action_ids):
-        """What an env is given to read: the sampled ids as text, without end token, with its opening <think> if any."""
+        """What an env is given to read: the sampled text, with its header's <think>, without end token."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not self.close_thought:
@@ -1225,56 +1234,59 @@ class ChatFormat:
         opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
         header = self._render(opening, generate=True)
         if header == self._render(opening, generate=False):
-            raise ValueError("this chat template cannot be used: it has no generation prompt (add_generation_prompt)")
+            raise ValueError("this chat template cannot be used: it has no generation prompt")
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        ends = [self._encode(end)[:1] for end in (ended, ended_last)]
-        if not ended or ends[0][0] not in self.control.values():
-            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added token, "
-                             f"not with {ended[:20]!r}")
-        (self.end_of_turn,) = ends[0]
-        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
+        ends = [self.frame_pattern.match(end) for end in (ended, ended_last)]
+        if not ends[0]:
+            raise ValueError("this chat template cannot be used: an assistant turn must be closed by an "
+                             f"added token, not by {ended[:20]!r}")
+        self.end_of_turn = self.control[ends[0][0]]
+        self.stop_ids = {self.control[end[0]] for end in ends if end} | {self.tokenizer.eos_token_id} - {None}
         self.close_thought = ""
         if header.rstrip().endswith("<think>") and not before.startswith(header):
             native = before_last.startswith(header)
             self.close_thought = before_last[len(header) :] if native else "\n</think>\n\n"
 
     def _problem(self):
-        """What is wrong with a conversation of all kinds of messages, appended, against the same as a whole; or None."""
-        first, call, answer, more = ([{"role": role, "content": text}] for role, text in (
-            ("user", "alpha"), ("assistant", "beta"), ("assistant", "epsilon"), ("user", "zeta")))
-        results = [{"role": "tool", "content": text} for text in ("gamma", "delta")]
+        """What is wrong with a conversation of all kinds of messages, appended and as a whole; or None."""
+        roles = ("user", "assistant", "tool", "tool", "assistant", "user")
+        texts = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        first, results, more = messages[:1], messages[2:4], messages[5:]
         try:
-            whole = self._render([*first, *call, *results, *answer, *more], generate=True)
-            said = [self.close_thought + text for text in ("beta", "epsilon")]
-            frames = [self._render(self.DUMMY + m, generate=True).partition(self.ANSWER)[2] for m in (results, more)]
-            appended = self._render(first, generate=True) + said[0] + frames[0] + said[1] + frames[1]
+            whole, opening = self._render(messages, generate=True), self._render(first, generate=True)
+            appended = opening + self.close_thought + "beta" + self._after_answer(results)
+            appended += self.close_thought + "epsilon" + self._after_answer(more)
         except ValueError as error:
             return str(error)
-        if lost := [text for text in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta") if text not in whole]:
-            return f"it drops the text of some messages (of user, call, two tool results, answer, user: {lost})"
+        if lost := [role for role, text in zip(roles, texts) if text not in whole]:
+            return f"it drops messages of role {', '.join(lost)}"
         if without_thoughts(appended) != without_thoughts(whole):
             return f"it renders a conversation otherwise than its parts: {first_difference(appended, whole)}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the words of this example may be unknown to a small vocabulary
-            ids = self.prompt(first) + self.action("beta") + self.suffix(results) + self.action("epsilon") + self.suffix(more)
-            pairs = [(ids, appended)]
+            ids = self.prompt(first) + self.action("beta") + self.suffix(results)
+            pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
             if HIGH in self.control:
                 conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
                 pairs.append((self.prompt(first, HIGH), conditioned))
         for ours, text in pairs:
             if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
-                return "the tokenizer encodes it differently as a whole and in parts; its frame must be of added tokens"
+                return "it is encoded differently as a whole and in parts; its frame must be of added tokens"
 
     def _render(self, messages, generate):
         if self.tools_as_user:
             messages = tools_to_user(messages)
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate,
-                                                      **self.template)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, **self.template)
         except Exception as error:  # jinja's own errors, and whatever a template calls
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"it fails on messages of {roles}: {type(error).__name__}: {error}") from error
+
+    def _after_answer(self, messages):
+        return self._render(self.DUMMY + messages, generate=True).partition(self.ANSWER)[2]
 
     def _hide_control_tokens(self, messages):
         """Replace what must not become a control token by a stand-in that survives any template."""
@@ -1285,8 +1297,8 @@ class ChatFormat:
             return f"{self.HIDDEN}{len(hidden) - 1}{self.HIDDEN}"
 
         for message in messages:
-            pattern = self.hide_patterns.get(message["role"], self.hide_everything)
-            content = message["content"].encode("utf-8", "replace").decode()  # no lone surrogates: nothing encodes them
+            pattern = self.hide_less.get(message["role"], self.hide_all)
+            content = message["content"].encode("utf-8", "replace").decode()  # lone surrogates have no ids
             out.append({**message, "content": pattern.sub(hide, content)})
         return out, hidden
 
@@ -1306,7 +1318,8 @@ class ChatFormat:
         text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
         ids = self.plain.encode(text, add_special_tokens=False).ids if text else []
         if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
-            warnings.warn(f"the vocabulary lacks some of {text!r}: it became {self.tokenizer.unk_token}", stacklevel=2)
+            warnings.warn(f"the vocabulary lacks some of {text!r}: it became {self.tokenizer.unk_token}",
+                          stacklevel=2)
         return ids
 
 
@@ -1316,7 +1329,7 @@ def any_of(texts):
 
 
 def tools_to_user(messages):
-    """The same with tool results said by the user; neighbours become one message, as such templates want turns."""
+    """The same with tool results said by the user; what he says in a row becomes one message."""
     merged = []
     for message in messages:
         role = "user" if message["role"] == "tool" else message["role"]
@@ -1328,7 +1341,7 @@ def tools_to_user(messages):
 
 
 def without_thoughts(text):
-    """Templates drop the thoughts of earlier turns; ours stay where they were sampled. Empty ones make no difference."""
+    """Templates drop the thoughts of earlier turns, ours stay: empty ones make no difference."""
     return re.sub(r"<think>\s*</think>\s*", "", text)
 
 
@@ -1343,7 +1356,7 @@ def without_control_tokens(tokenizer, control):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
     spec.update(post_processor=None, truncation=None, padding=None)
     model = spec["model"]
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; another name, that nothing spells, for these
+    if isinstance(model["vocab"], list):  # Unigram, [piece, score] by id: a name that nothing spells
         for i, (piece, score) in enumerate(model["vocab"]):
             if piece in control and i != model.get("unk_id"):
                 model["vocab"][i] = [f"\ue002{i}", score]
@@ -1356,12 +1369,12 @@ def without_control_tokens(tokenizer, control):
     return Tokenizer.from_str(json.dumps(spec))
 
 
-# ===== D. The optimizer step ======================================================================================
-# Promise: what would train wrongly is refused before anything is paid for; a gradient that is not finite does nothing.
+# ===== D. The optimizer step ================================================================================
+# Promise: what would train wrongly is refused before it costs anything; a gradient not finite does nothing.
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns grad_norm and skipped.
+    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns metrics.
 
     A gradient that is not finite is thrown away: skipped = 1, and the weights stay as they were.
     """
@@ -1385,13 +1398,13 @@ def check_trainable(optimizer, trajectories):
 
 
 def check_step(ref_model, optimizer, policy, settings):
-    """For stage 2, before rollouts are paid for. Returns the settings of the update with the policy's temperature."""
+    """For stage 2, before the rollouts. Returns the update's settings with the policy's temperature."""
     check_update(ref_model, optimizer, settings.get("beta", 0.1))
     scored_at = settings.get("temperature", getattr(policy, "temperature", 1.0))
     sampled_at = getattr(policy, "temperature", scored_at)
     if scored_at != sampled_at or not sampled_at > 0:
-        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave it to a policy "
-                         "whose temperature is above 0")
+        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave "
+                         "it to a policy whose temperature is above 0")
     return {**settings, "temperature": sampled_at}
 
 
@@ -1402,7 +1415,7 @@ def check_update(ref_model, optimizer, beta):
 
 
 def check_precision(optimizer):
-    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of bf16 (or fp16) weights."""
+    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of 16-bit weights."""
     for group in getattr(optimizer, "param_groups", []):
         coarse = [p.detach() for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)]
         lr = group.get("initial_lr", group["lr"])
@@ -1410,11 +1423,11 @@ def check_precision(optimizer):
             continue
         size = sum(p.abs().sum(dtype=torch.float32).item() for p in coarse) / sum(p.numel() for p in coarse)
         if lr < size * torch.finfo(coarse[0].dtype).eps / 4:
-            raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (their mean size is {size:.2g}): "
-                             "train fp32 master weights, dtype=torch.float32, under torch.autocast if memory is short")
+            raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (mean size "
+                             f"{size:.2g}): train fp32 master weights, under autocast if memory is short")
 
 
-# ===== E. The two new tokens ======================================================================================
+# ===== E. The two new tokens ================================================================================
 # Promise: no other token and no other row of the model changes, and both rows are fit to be told apart.
 
 from transformers import AddedToken
@@ -1423,25 +1436,26 @@ from transformers import AddedToken
 def add_reward_tokens(tokenizer, model=None):
     """Teach tokenizer and model (if given) the two reward tokens. Idempotent: a second call changes nothing.
 
-    Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows, only when
-    the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
+    Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
+    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
     """
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in (HIGH, LOW)], special_tokens=True)
+    added = [AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)]
+    tokenizer.add_tokens(added, special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
     if model is None or getattr(model.config, "reward_token_ids", None) == ids:
         return tuple(ids)
 
     rows_before = model.get_input_embeddings().weight.shape[0]
     if hasattr(model.get_input_embeddings().weight, "full_tensor"):
-        raise RuntimeError("the model is sharded already: call add_reward_tokens(tokenizer, model) before fully_shard")
+        raise RuntimeError("the model is sharded: call add_reward_tokens before fully_shard")
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = [row for row in range(min(known, rows_before)) if row not in ids]
     for weight in matrices.values():  # one matrix if tied, two if not
-        weight.data[rows_before:] = 0  # added rows are padding; the library draws them, differently in every process
+        weight.data[rows_before:] = 0  # padding; the library draws these rows, differently in every process
         _init_reward_rows(weight, ids, weight[others])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
@@ -1449,10 +1463,10 @@ def add_reward_tokens(tokenizer, model=None):
 
 @torch.no_grad()
 def _init_reward_rows(weight, ids, known_rows):
-    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as a usual deviation and at least as the mean.
+    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as a usual deviation or the mean.
 
-    Library resizing draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are of about
-    the usual norm and at least 90 degrees apart. The generator is fixed, so every process draws the same rows.
+    The library draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are
+    of the usual norm and at least 90 degrees apart. A fixed generator: every process draws the same rows.
     """
     rows = known_rows.float()
     rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
@@ -1464,6 +1478,3 @@ def _init_reward_rows(weight, ids, known_rows):
     for token_id, sign in zip(ids, (1, -1)):
         weight[token_id] = (mean + sign * deviation).to(weight.dtype)
 
-
-if __name__ == "__main__":
-    print(__doc__)

@@ -45,8 +45,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
-    Qwen2Config, Qwen2ForCausalLM,
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationConfig, GPT2Config, LlamaConfig, LlamaForCausalLM,
+    PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
@@ -1900,7 +1900,7 @@ def test_the_helper_ends_with_its_parent_however_that_ends():
 
 
 # ======================================================================================================================
-# train_bfcl.py 8-15. Many processes, long runs, the pipeline
+# train_bfcl.py 1-5, 15, 17. Settings, pipeline, run folders
 # ======================================================================================================================
 
 
@@ -1912,20 +1912,36 @@ def base(tmp_path_factory):
     return folder
 
 
-TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 --max-new-tokens 8 "
+TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 --max-new-tokens 24 "
         "--max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-3 --goals high").split()
+whole_pipeline = bfcl.pipeline
 
 
-def arguments(base, out, *more):
-    return bfcl.parse_arguments(["--model", str(base), "--out", str(out), *TINY, *more])
+def small_pipeline(settings, processes):
+    """The pipeline with prompts that list no tools, so that it is quick, and rewards that vary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bfcl, "system_text", lambda tools: bfcl.SYSTEM_PROMPT)
+        whole_pipeline(settings, processes, bfcl.ParityEnv)
 
 
-def run_pipeline(base, out, *more):
-    bfcl.pipeline(arguments(base, out, *more), bfcl.Processes())
+@pytest.fixture
+def small(monkeypatch):
+    """`bfcl.main` with the small pipeline."""
+    monkeypatch.setattr(bfcl, "pipeline", small_pipeline)
+
+
+def tiny_run(base, out, *more):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bfcl, "pipeline", small_pipeline)
+        bfcl.main(["--model", base, "--out", out, *TINY, *more])
 
 
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def read_lines(file):
+    return [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
 
 
 def assert_same_run(a, b):
@@ -1934,217 +1950,443 @@ def assert_same_run(a, b):
         assert all(torch.equal(one[key], other[key]) for key in one)
     for name in ("metrics.jsonl", "data.jsonl", "eval.json", "trajectories.jsonl"):
         assert (a / name).read_text() == (b / name).read_text(), name
+    assert not any((b / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="session")
+def whole_run(base, tmp_path_factory):
+    """An uninterrupted run of all stages."""
+    out = tmp_path_factory.mktemp("run") / "whole"
+    tiny_run(base, out)
+    return out
+
+
+@pytest.fixture
+def copied(whole_run, tmp_path):
+    return Path(shutil.copytree(whole_run, tmp_path / "copied"))
+
+
+def test_bfcl_a_run_leaves_what_it_promises(whole_run):
+    assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
+        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model",
+        "eval.json", "trajectories.jsonl"}
+    lines = read_lines(whole_run / "metrics.jsonl")
+    steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
+    assert [(line["stage"], line["step"]) for line in lines] == steps
+    assert not any("seconds" in name for line in lines for name in line)
+    assert all(line["grad_norm"] > 0 for line in lines)
+    data = read_lines(whole_run / "data.jsonl")
+    assert sorted((t["reward_token"], t["reward"]) for t in data) == [(HIGH, 1.0)] * 2 + [(LOW, 0.0)] * 2
+    first = read_lines(whole_run / "trajectories.jsonl")[0]
+    assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(first)
+    assert [m["role"] for m in first["messages"][:2]] == ["system", "user"]
+    results = json.loads((whole_run / "eval.json").read_text())
+    assert results["goals"]["high"]["overall"]["n"] == 2 and results["goals"]["high"]["overall"]["k"] == 0
+    origins = [json.loads((whole_run / name / "rcgrpo.json").read_text()) for name in ("stage1", "model")]
+    assert [(o["init"], o["rl"], o["split"], o["seed"]) for o in origins] == [
+        ("rctp", "none", "grouped", 0), ("rctp", "rc-grpo", "grouped", 0)]
+
+
+# ----- whatever kills a run: the same command with --resume makes the run that was not killed
 
 
 class Killed(BaseException):
     pass
 
 
-def reward_parity():
-    """Give rollouts a reward of 0 or 1 by the parity of what was sampled: a random model earns only 0 on its own, and
-    then the weights would not move in stage 2."""
-    collect = rcgrpo.collect_groups
+def dies_after(place, stage=None, step=None):
+    """A run that ends just after Run.<place>, at this stage and step."""
+    def injury(base, out, monkeypatch):
+        survives = getattr(bfcl.Run, place)
 
-    def collect_and_reward(*args, **kwargs):
-        return [replace(t, reward=float(sum(t.action_ids) % 2)) for t in collect(*args, **kwargs)]
+        def dies(run, *args, **kwargs):
+            survives(run, *args, **kwargs)
+            if stage is None or args[:2] == (stage, step):
+                raise Killed
 
-    rcgrpo.collect_groups = collect_and_reward
-    return collect
-
-
-@pytest.fixture(scope="session")
-def whole_run(base, tmp_path_factory):
-    """An uninterrupted run of all stages. (From here on, and for the tests that use it, rewards are those of parity.)"""
-    out = tmp_path_factory.mktemp("run") / "whole"
-    collect = reward_parity()
-    run_pipeline(base, out)
-    rcgrpo.collect_groups = collect
-    return out
+        monkeypatch.setattr(bfcl.Run, place, dies)
+        with pytest.raises(Killed):
+            tiny_run(base, out)
+    return injury
 
 
-@pytest.fixture
-def parity(monkeypatch):
-    monkeypatch.setattr(rcgrpo, "collect_groups", rcgrpo.collect_groups)  # restored afterwards
-    reward_parity()
+def killed_before_its_checkpoints_were_removed(base, out, monkeypatch):
+    def dies(run, stage):
+        raise Killed
 
-
-def test_a_run_leaves_what_it_promises(whole_run):
-    assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
-        "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model", "eval.json",
-        "trajectories.jsonl"}
-    assert not any((whole_run / "checkpoints").iterdir())  # the stages are over
-    lines = [json.loads(line) for line in open(whole_run / "metrics.jsonl")]
-    assert [(line["stage"], line["step"]) for line in lines] == [("stage1", n) for n in range(4)] + [("stage2", n) for n in range(4)]
-    assert not any("seconds" in name for line in lines for name in line)
-    assert all(line["grad_norm"] > 0 for line in lines)
-    data = [json.loads(line) for line in open(whole_run / "data.jsonl")]
-    assert sorted((t["reward_token"], t["reward"]) for t in data) == [(HIGH, 1.0)] * 2 + [(LOW, 0.0)] * 2
-    (first, *_) = [json.loads(line) for line in open(whole_run / "trajectories.jsonl")]
-    assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(first)
-    assert [m["role"] for m in first["messages"][:2]] == ["system", "user"]
-    results = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]
-    assert results["overall"]["n"] == 2 and results["overall"]["k"] == 0
-
-
-@pytest.mark.parametrize("stage, step", [("stage1", 2), ("stage2", 0), ("stage2", 3)])
-def test_a_run_that_is_killed_and_resumed_equals_one_that_was_not(whole_run, parity, base, tmp_path, monkeypatch, stage, step):  # [D3]
-    log = bfcl.Run.log
-
-    def dies(run, s, n, metrics):
-        log(run, s, n, metrics)  # the line is written, the checkpoint not yet
-        if (s, n) == (stage, step):
-            raise Killed
-
-    monkeypatch.setattr(bfcl.Run, "log", dies)
+    monkeypatch.setattr(bfcl.Run, "_remove_checkpoints", dies)
     with pytest.raises(Killed):
-        run_pipeline(base, tmp_path / "x")
-    monkeypatch.setattr(bfcl.Run, "log", log)
-    with open(tmp_path / "x" / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"stage": "sta')  # a line cut in the middle
-    if (stage, step) != ("stage2", 0):  # there is a checkpoint, so a resume has to be asked for
-        with pytest.raises(SystemExit, match="--resume"):
-            run_pipeline(base, tmp_path / "x")
-    run_pipeline(base, tmp_path / "x", "--resume")
-    assert_same_run(whole_run, tmp_path / "x")
+        tiny_run(base, out)
+    assert list((out / "checkpoints").glob("stage1-*")) and (out / "stage1").exists()
 
 
-def test_a_run_killed_for_real_while_it_saves_is_resumed_from_the_last_whole_checkpoint(whole_run, parity, base, tmp_path):
-    program = "import sys, test_rcgrpo, train_bfcl; test_rcgrpo.reward_parity(); train_bfcl.main(sys.argv[1:])"
-    run = subprocess.Popen([sys.executable, "-c", program, "--model", base, "--out", tmp_path / "x", *TINY], cwd=HERE,
+def killed_by_the_kernel_while_it_saves(base, out, monkeypatch):
+    program = "import sys, test_rcgrpo as spec; spec.bfcl.pipeline = spec.small_pipeline; spec.bfcl.main(sys.argv[1:])"
+    run = subprocess.Popen([sys.executable, "-c", program, "--model", base, "--out", out, *TINY], cwd=HERE,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "x" / "checkpoints").glob("stage2-*")) and time.monotonic() < deadline:
+    while not list((out / "checkpoints").glob("stage2-*")) and time.monotonic() < deadline:
         time.sleep(0.02)
+    with pytest.raises(SystemExit, match="another process is at work there"):
+        tiny_run(base, out, "--resume")
     run.send_signal(signal.SIGKILL)
     run.wait()
-    part = tmp_path / "x" / "checkpoints" / ".stage2-000009.part"
-    part.mkdir()
-    (part / "rank-0-of-1.pt").write_bytes(b"half")  # as if it had died in the middle of the next one
-    run_pipeline(base, tmp_path / "x", "--resume")
-    assert_same_run(whole_run, tmp_path / "x")
+    (out / "checkpoints" / ".stage2-000009.part").mkdir()  # as if it had died in the middle of the next one
 
 
-def interrupted(base, out, monkeypatch, step=3):
-    """A run that ended in stage 2 after `step` steps, with its last two checkpoints."""
-    log = bfcl.Run.log
-
-    def dies(run, s, n, metrics):
-        log(run, s, n, metrics)
-        if (s, n) == ("stage2", step):
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bfcl.Run, "log", dies)
-        with pytest.raises(Killed):
-            run_pipeline(base, out)
+def a_checkpoint_damaged_and_a_line_cut(base, out, monkeypatch):
+    dies_after("log", "stage2", 3)(base, out, monkeypatch)
+    *_, newest = sorted((out / "checkpoints").iterdir())
+    assert newest.name == "stage2-000003"
+    for file in newest.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    with open(out / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"stage": "sta')
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_a_changed_number_of_processes_named(whole_run, parity, base, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "x"
-    interrupted(base, out, monkeypatch)
-    checkpoints = sorted((out / "checkpoints").iterdir())
-    assert [c.name for c in checkpoints] == ["stage2-000002", "stage2-000003"]  # older ones are gone
-    file = checkpoints[-1] / "rank-0-of-1.pt"
-    file.write_bytes(file.read_bytes()[:1000])
-    run_pipeline(base, out, "--resume")
-    assert "stage2-000003 cannot be read" in "".join(capsys.readouterr())
-    assert_same_run(whole_run, out)
+def a_full_disk(base, out, monkeypatch):
+    write_folder, saves = bfcl.write_folder, []
 
-    interrupted(base, tmp_path / "y", monkeypatch)
-    for folder in (tmp_path / "y" / "checkpoints").iterdir():
-        (folder / "rank-0-of-1.pt").rename(folder / "rank-0-of-8.pt")
-    with pytest.raises(SystemExit, match="written by 8 processes and this run has 1"):
-        run_pipeline(base, tmp_path / "y", "--resume")
-
-
-def test_a_full_disk_while_saving_costs_nothing_that_was_saved(whole_run, parity, base, tmp_path, monkeypatch):
-    save, out, saves = torch.save, tmp_path / "x", []
-
-    def full(state, path):
-        saves.append(path)
-        if len(saves) == 5:  # the second checkpoint of stage 2
-            Path(path).write_bytes(b"half")
+    def full(folder, write, processes):
+        def half(part):
+            (part / "half").write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        save(state, path)
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(SystemExit, match="No space left.*\n.*--resume"):
-        run_pipeline(base, out)
+        saves.append(folder)
+        write_folder(folder, half if folder.name == "stage2-000002" else write, processes)
+
+    monkeypatch.setattr(bfcl, "write_folder", full)
+    with pytest.raises(SystemExit, match="No space left(.|\n)*--resume"):
+        tiny_run(base, out)
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["stage2-000001"]
-    monkeypatch.setattr(torch, "save", save)
-    run_pipeline(base, out, "--resume")
-    assert_same_run(whole_run, out)
 
 
-def test_a_folder_belongs_to_one_set_of_settings(whole_run, base):
-    with pytest.raises(SystemExit, match=r"--lr was 0.001, now 0.5(.|\n)*Choose another"):
-        run_pipeline(base, whole_run, "--lr", "0.5")
-    before = (whole_run / "metrics.jsonl").read_bytes()
-    run_pipeline(base, whole_run)  # everything is there already: only the evaluation is made anew
-    assert (whole_run / "metrics.jsonl").read_bytes() == before
-
-
-def test_stages_run_alone_and_pick_up_what_is_there(whole_run, parity, base, tmp_path):
-    out = tmp_path / "x"
-    with pytest.raises(SystemExit, match="run --stage stage1 first"):
-        run_pipeline(base, out, "--stage", "stage2")
-    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"), ("eval", "eval.json")):
-        assert not (out / made).exists()
-        run_pipeline(base, out, "--stage", stage)
-        assert (out / made).exists()
-    assert_same_run(whole_run, out)
-
-
-def test_three_non_finite_steps_in_a_row_end_the_run_with_the_evidence(base, tmp_path, monkeypatch):
-    step = bfcl.rctp_step
-    monkeypatch.setattr(bfcl, "rctp_step", lambda *a, **k: {**step(*a, **k), "skipped": 1, "grad_norm": float("nan")})
-    with pytest.raises(SystemExit, match="three steps in a row"):
-        run_pipeline(base, tmp_path / "x")
-    (file,) = (tmp_path / "x").glob("non-finite-stage1-2-*.jsonl")
-    assert len(file.read_text().splitlines()) == 1 + 2
-
-
-def test_ctrl_c_ends_with_a_message_and_a_run_that_can_go_on(whole_run, parity, base, tmp_path, monkeypatch):
+def ctrl_c(base, out, monkeypatch):
     step, calls = bfcl.rcgrpo_step, []
 
-    def interrupted_step(*args, **kwargs):
+    def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
-    flags = ["--model", str(base), "--out", str(tmp_path / "x"), *TINY]
-    with monkeypatch.context() as patch:
-        patch.setattr(bfcl, "rcgrpo_step", interrupted_step)
-        with pytest.raises(SystemExit, match="stopped.*--resume"):
-            bfcl.main(flags)
-    bfcl.main([*flags, "--resume"])
-    assert_same_run(whole_run, tmp_path / "x")
+    monkeypatch.setattr(bfcl, "rcgrpo_step", interrupted)
+    with pytest.raises(SystemExit, match="stopped.*--resume"):
+        tiny_run(base, out)
 
 
-def test_any_model_can_be_scored_under_the_leaderboards_protocol(whole_run, tmp_path):
-    bfcl.main(["--init", "none", "--rl", "none", "--model", str(whole_run / "model"), "--protocol", "turns", "--limit", "2",
-               "--max-new-tokens", "8", "--out", str(tmp_path / "turns")])
+INJURIES = {
+    "after a line of stage 1": dies_after("log", "stage1", 2), "after the first line of stage 2": dies_after("log", "stage2", 0),
+    "after a checkpoint": dies_after("save", "stage2", 2), "kill -9": killed_by_the_kernel_while_it_saves,
+    "a model saved, its checkpoints not removed": killed_before_its_checkpoints_were_removed,
+    "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut, "full disk": a_full_disk, "ctrl-C": ctrl_c,
+}
+
+
+@pytest.mark.parametrize("injury", INJURIES)
+def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp_path, injury):
+    out = tmp_path / "x"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        INJURIES[injury](base, out, monkeypatch)
+    if list((out / "checkpoints").glob("*-0*")) and not (out / "stage1").exists():
+        with pytest.raises(SystemExit, match="add --resume"):
+            tiny_run(base, out)
+    tiny_run(base, out, "--resume", "--tokens-per-pass", "20000", "--checkpoint-every", "3")  # memory and speed may change
+    assert_same_run(whole_run, out)
+    assert not list(out.glob("**/.*.part"))
+
+
+def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_path):
+    out = tmp_path / "x"
+    with pytest.raises(SystemExit, match="no stage1 model in .*: run --stage stage1 first"):
+        tiny_run(base, out, "--stage", "stage2")
+    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"), ("eval", "eval.json")):
+        assert not (out / made).exists()
+        if stage == "stage2":
+            with pytest.raises(SystemExit, match="no stage2 model in .*: run --stage stage2 first"):
+                tiny_run(base, out, "--stage", "eval")
+        tiny_run(base, out, "--stage", stage)
+        assert (out / made).exists()
+    assert_same_run(whole_run, out)
+    before = (out / "metrics.jsonl").read_bytes()
+    tiny_run(base, out)  # everything is there: only the evaluation is made anew
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_across_a_resume(base, tmp_path, monkeypatch):
+    step, out = bfcl.rctp_step, tmp_path / "x"
+
+    def skips(*args, **kwargs):
+        return {**step(*args, **kwargs), "skipped": 1, "grad_norm": math.nan}
+
+    monkeypatch.setattr(bfcl, "rctp_step", skips)
+    with pytest.MonkeyPatch.context() as patch:
+        dies_after("save", "stage1", 2)(base, out, patch)
+    with pytest.raises(SystemExit, match="three steps in a row"):
+        tiny_run(base, out, "--resume")
+    lines = read_lines(out / "metrics.jsonl")
+    assert [(line["step"], line["grad_norm"], line["skipped"]) for line in lines] == [(n, None, 1) for n in range(3)]
+    (evidence,) = out.glob("non-finite-stage1-2-*.jsonl")
+    assert len(read_lines(evidence)) == 1 + 2
+
+
+def test_bfcl_skipped_steps_that_are_not_in_a_row_do_not_end_the_run(base, tmp_path, monkeypatch):
+    step, calls = bfcl.rctp_step, []
+
+    def skips(*args, **kwargs):
+        calls.append(1)
+        return {**step(*args, **kwargs), "skipped": int(len(calls) != 3)}
+
+    monkeypatch.setattr(bfcl, "rctp_step", skips)
+    tiny_run(base, tmp_path / "x", "--stage", "stage1")
+    assert [line["skipped"] for line in read_lines(tmp_path / "x" / "metrics.jsonl")] == [1, 1, 0, 1]
+
+
+def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_path, monkeypatch):
+    class Writer:
+        def __init__(self, folder):
+            Path(folder).mkdir(parents=True)
+            self.file = open(Path(folder) / f"events{time.monotonic_ns()}", "w")
+
+        def add_scalar(self, name, value, step):
+            print(name, step, value, file=self.file, flush=True)
+
+        def close(self):
+            self.file.close()
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", type("module", (), {"SummaryWriter": Writer}))
+    with pytest.MonkeyPatch.context() as patch:
+        dies_after("log", "stage2", 2)(base, tmp_path / "x", patch)
+    tiny_run(base, tmp_path / "x", "--resume")
+    points = [line.split() for file in (tmp_path / "x" / "tensorboard").iterdir() for line in open(file)]
+    shown = {(name, int(step)): float(value) for name, step, value in points}
+    assert len(shown) == len(points)
+    for line in read_lines(tmp_path / "x" / "metrics.jsonl"):
+        for name in ("loss", "grad_norm", "reward"):
+            if name in line:
+                assert shown[f"{line['stage']}/{name}", line["step"]] == line[name]
+    assert sum(name == "stage2/update_seconds" for name, _ in shown) == 4
+
+
+# ----- what is refused: in one line, before --out is claimed
+
+
+class Workshop:
+    """Copies of the tiny model and of a whole run, with one file changed: edit(bytes) -> bytes, or None to delete it.
+    Every method gives the flags that use them."""
+
+    def __init__(self, base, run, tmp):
+        self.base, self.run_folder, self.tmp = base, run, tmp
+
+    def changed(self, source, to, name, edit):
+        folder = shutil.copytree(source, self.tmp / to)
+        content = edit((folder / name).read_bytes())
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+        return folder
+
+    def model(self, name, edit):
+        return ["--model", self.changed(self.base, "model", name, edit)]
+
+    def run(self, name, edit, unfinished=("stage1", "model")):
+        folder = self.changed(self.run_folder, "run", name, edit)
+        for stage in unfinished:
+            shutil.rmtree(folder / stage)
+        return ["--out", folder]
+
+    def stage1(self, *flags, folder="stage1", name="rcgrpo.json", edit=bytes):
+        copied = self.changed(self.run_folder, "run", f"{folder}/{name}", edit)
+        return ["--stage1", copied / folder, *flags]
+
+    def path(self, below=""):
+        (self.tmp / "file").touch()
+        return ["--out", self.tmp / "file" / below]
+
+
+def cut(size):
+    return lambda content: content[:size]
+
+
+def text(new):
+    return lambda content: new.encode()
+
+
+def gone(content):
+    return None
+
+
+def config(**changes):
+    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+
+
+def whole_config(kind):
+    return lambda content: kind().to_json_string(use_diff=False).encode()
+
+
+def lines(change):
+    return lambda content: "".join(change(content.decode().splitlines(keepends=True))).encode()
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+SCORING = "--init none --rl none --split paper --model".split()
+
+# name: (flags, or what gives them in a Workshop; words of the refusal)
+REFUSED = {
+    # flags
+    "nan": ("--beta nan", "--beta: must be a number from 0 to"),
+    "inf": ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
+    "infinite rate": ("--lr inf", "--lr: must be"),
+    "no rate": ("--stage1-lr 0", "--stage1-lr: must be"),
+    "negative rate": ("--lr -1", "--lr: must be"),
+    "negative weight": ("--beta -0.1", "--beta: must be"),
+    "half a step": ("--steps 1.5", "--steps: must be a whole number from 1"),
+    "no number": ("--batch x", "--batch: must be a whole number"),
+    "no chance": ("--p-high 2", "--p-high: must be a number from 0 to 1"),
+    "cold": ("--temperature 0", "--temperature: must be"),
+    "cold failures": ("--failure-temperature 1e-300", "--failure-temperature: must be"),
+    "no norm": ("--max-grad-norm 0", "--max-grad-norm: must be"),
+    "never": ("--checkpoint-every 0", "--checkpoint-every: must be"),
+    "no epoch": ("--epochs 0", "--epochs: must be"),
+    "no batch": ("--batch 0", "--batch: must be"),
+    "no stage-1 batch": ("--stage1-batch 0", "--stage1-batch: must be"),
+    "no room": ("--rollout-tokens 0", "--rollout-tokens: must be"),
+    "no pass": ("--tokens-per-pass 0", "--tokens-per-pass: must be"),
+    "negative seed": ("--seed -1", "--seed: must be a whole number from 0"),
+    "negative limit": ("--limit -1", "--limit: must be"),
+    "no updates": ("--updates 0", "--updates: must be"),
+    "no clip": ("--clip 0", "--clip: must be"),
+    "no turns": ("--max-turns 0", "--max-turns: must be"),
+    "no tokens": ("--max-tokens 0", "--max-tokens: must be"),
+    "no new tokens": ("--max-new-tokens 0", "--max-new-tokens: must be"),
+    "beyond all numbers": (f"--steps {10**400}", "--steps: must be"),
+    "unknown word": ("--ratio product", "invalid choice"),
+    "abbreviation": ("--epoch 3", "unrecognized arguments"),
+    "blank": (lambda w: ["--out", " "], "--out: must not be empty"),
+    "a group of one": ("--group-size 1", "--group-size needs at least 2"),
+    "stage 1 of no arm": ("--init none --stage1 x", "say how it was trained, rctp or sft"),
+    "idle data": ("--init none --stage data", "nothing to do"),
+    "idle stage 1": ("--stage1 x --stage stage1", "nothing to do"),
+    "idle stage 2": ("--rl none --stage stage2", "nothing to do"),
+    "part of a smoke run": ("--smoke --stage data", "leave out"),
+    # models
+    "no such model": ("--model no/such-model", "cannot load"),
+    "no such folder": ("--stage1 /nowhere", "cannot load"),
+    "no template": (lambda w: w.model("chat_template.jinja", gone), "no chat template"),
+    "a failing template": (lambda w: w.model("chat_template.jinja", text("{{ raise_exception('no') }}")), "cannot be used"),
+    "tokenizer cut": (lambda w: w.model("tokenizer.json", cut(999)), "cannot load a tokenizer"),
+    "config cut": (lambda w: w.model("config.json", cut(50)), "cannot load"),
+    "no config": (lambda w: w.model("config.json", gone), "cannot load"),
+    "config of nothing": (lambda w: w.model("config.json", text("[]")), "cannot load"),
+    "unknown architecture": (lambda w: w.model("config.json", config(model_type="x")), "cannot load"),
+    "weights cut": (lambda w: w.model("model.safetensors", cut(999)), "cannot load a model"),
+    "weights gone": (lambda w: w.model("model.safetensors", gone), "cannot load a model"),
+    "weights of another": (lambda w: w.model("config.json", config(
+        num_hidden_layers=3, layer_types=["full_attention"] * 3)), "no weights for"),
+    "short context": (lambda w: w.model("config.json", config(max_position_embeddings=4096)),
+                      "give --max-tokens 4096 or less"),
+    "changing rope": (lambda w: w.model("config.json", config(rope_parameters=DYNAMIC)), "--max-tokens 256 or less"),
+    "text and vision": (lambda w: w.model("config.json", whole_config(Gemma3Config)), "more than a language model"),
+    "no widths": (lambda w: w.model("config.json", whole_config(GPT2Config)), "cannot be used here: no intermediate_size"),
+    # the stage-1 model
+    "never saw reward tokens": (lambda w: ["--stage1", w.base], "never saw reward tokens"),
+    "another arm": (lambda w: w.stage1("--init", "sft"), "--init rctp, not sft"),
+    "another split": (lambda w: w.stage1("--split", "paper"), "--split grouped, not paper"),
+    "another model": (lambda w: w.stage1("--model", "other"), "not other"),
+    "a stage-2 model": (lambda w: w.stage1(folder="model"), "--rl rc-grpo, not none"),
+    "scored on what it saw": (lambda w: w.stage1()[:0] + SCORING + [w.tmp / "run" / "model"], "grouped, not paper"),
+    "origin cut": (lambda w: w.stage1(edit=cut(9)), "rcgrpo.json is damaged"),
+    "origin of something": (lambda w: w.stage1(edit=text("{}")), "it must hold init"),
+    # the run folder
+    "a file": (lambda w: w.path(), "file cannot be used"),
+    "below a file": (lambda w: w.path("x"), "x cannot be used"),
+    "other settings": (lambda w: w.run("config.json", bytes) + ["--lr", "0.5"], "--lr was 0.001, now 0.5"),
+    "settings cut": (lambda w: w.run("config.json", cut(40)), "config.json is damaged"),
+    "settings of nothing": (lambda w: w.run("config.json", text("[]")), "config.json is damaged"),
+    "no data": (lambda w: w.run("data.jsonl", cut(0)), "data.jsonl is cut after line 0"),
+    "data cut between lines": (lambda w: w.run("data.jsonl", lines(lambda x: x[:2])), "data.jsonl is cut after line 2"),
+    "half a pair": (lambda w: w.run("data.jsonl", lines(lambda x: x[:3])), "data.jsonl is cut after line 3"),
+    "data cut in a line": (lambda w: w.run("data.jsonl", cut(-99)), "data.jsonl, line 4: "),
+    "a line twice": (lambda w: w.run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
+    "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])), "data.jsonl, line 1: .*unexpected keyword"),
+    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"[", b"[99999, ", 1)), "line 1: ids"),
+    "a short mask": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"1, 1]", b"1]", 1)), "line 1: ids and mask"),
+    "another reward": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"reward": 1', b'"reward": 0', 1)), "line 1: no"),
+    "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "metrics.jsonl, line 9: there is no 'stage'"),
+    "half a line inside": (lambda w: w.run("timings.jsonl", lambda x: b'{"sta\n' + x, ()), "timings.jsonl, line 1: "),
+    "stage 1 without config": (lambda w: w.run("stage1/config.json", gone, ("model",)), "cannot load a model from .*stage1"),
+    "stage 1 cut": (lambda w: w.run("stage1/model.safetensors", cut(5000), ("model",)), "cannot load a model from .*stage1"),
+    "too long for all": ("--max-tokens 50", "not one of the 2 training tasks fits into --max-tokens 50"),
+}
+CLAIMED = {"weights cut", "weights gone", "weights of another", "too long for all"}  # what only the attempt shows
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bfcl_is_refused_in_one_line_before_anything_is_written(base, whole_run, tmp_path, case, small, capsys):
+    flags, words = REFUSED[case]
+    flags = flags.split() if isinstance(flags, str) else flags(Workshop(base, whole_run, tmp_path))
+    with pytest.raises(SystemExit) as refused:
+        bfcl.main(["--model", base, "--out", tmp_path / "x", *TINY, *flags])
+    said = refused.value.code
+    if said == 2:  # by the parser
+        said = capsys.readouterr().err.strip().split("\n")[-1]
+    assert re.search(words, said) and "\n" not in said, said
+    assert case in CLAIMED or not (tmp_path / "x").exists()
+
+
+def test_bfcl_a_plan_refuses_the_same(base, tmp_path):
+    for flags, words in ((["--max-tokens", "99999"], "--max-tokens 16384 or less"), (["--stage1", base], "never saw")):
+        with pytest.raises(SystemExit, match=words):
+            bfcl.main(["--plan", "--model", base, *TINY, *flags])
+
+
+def test_bfcl_the_advice_of_a_refusal_works_with_the_same_out(base, tmp_path, small, monkeypatch):
+    monkeypatch.setattr(bfcl, "memory_there", lambda processes: 1000)
+    with pytest.raises(SystemExit, match="does not fit"):
+        tiny_run(base, tmp_path / "x", "--rollout-tokens", "9999")
+    assert not (tmp_path / "x").exists()
+    monkeypatch.undo()
+    tiny_run(base, tmp_path / "x", "--stage", "data")
+
+
+def test_bfcl_a_run_folder_is_one_processes_at_a_time(base, tmp_path):
+    settings = bfcl.binding_settings(bfcl.parse_arguments(TINY))
+    with bfcl.Run(tmp_path / "x", settings, bfcl.Processes()):
+        with pytest.raises(SystemExit, match="another process is at work there"):
+            bfcl.Run(tmp_path / "x", settings, bfcl.Processes())
+    bfcl.Run(tmp_path / "x", settings, bfcl.Processes()).close()
+
+
+# ----- data, arms, evaluation
+
+
+def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_the_arm_that_it_is(whole_run, tmp_path, small):
+    bfcl.main(["--init", "none", "--rl", "none", "--model", whole_run / "model", "--protocol", "turns", "--limit", "2",
+               "--max-new-tokens", "8", "--out", tmp_path / "turns"])
     results = json.loads((tmp_path / "turns" / "eval.json").read_text())
     assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
+    assert (results["arm"], results["reward_token"]) == ("rctp + rc-grpo", "high")
 
 
-@pytest.mark.parametrize("flags", ["--temperature 0", "--max-grad-norm 0", "--checkpoint-every 0", "--epochs 0", "--batch 0",
-                                   "--rollout-tokens 0", "--p-high 2", "--lr -1", "--beta -0.1", "--rows-per-pass 0"])
-def test_impossible_settings_are_refused_at_once(flags):
-    with pytest.raises(SystemExit) as refused:
-        bfcl.parse_arguments(flags.split())
-    assert refused.value.code == 2
-    assert bfcl.parse_arguments(["--goals", "high", "high"]).goals == ["high"]
+@pytest.mark.parametrize("init", ["rctp", "sft", "none"])
+@pytest.mark.parametrize("rl", ["rc-grpo", "grpo", "none"])
+def test_bfcl_every_table_names_the_reward_token_of_its_arm(init, rl):
+    own = "high" if rl == "rc-grpo" or init == "rctp" else "none"  # trained under reward tokens, or not
+    assert bfcl.own_reward_token(init, rl) == own
+    tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0}, {"id": "multi_turn_miss_func_2", "reward": 0.0}])
+    printed = bfcl.table(f"{init} + {rl}", {goal: tallied for goal in bfcl.REWARD_TOKENS}, own).split("\n")
+    assert [line for line in printed if re.search(r"(high|low|none) [*]", line)] == [
+        line for line in printed if re.search(rf" {own} +[*]? *50.00 \(1/2\)", line)]
+    assert printed[-1].endswith(f"under: {own}")
+    assert bfcl.table("", {"low": tallied}, own).endswith(f"under: {own}; not among --goals")
 
 
-def test_only_the_model_of_the_arm_is_evaluated_and_only_one_that_was_trained(base, tmp_path):
-    run_pipeline(base, tmp_path / "x", "--stage", "stage1")
-    with pytest.raises(SystemExit, match="no stage-2 model"):
-        run_pipeline(base, tmp_path / "x", "--stage", "eval")
-    with pytest.raises(SystemExit, match="not one of the 2 training tasks fits into --max-tokens 500"):
-        run_pipeline(base, tmp_path / "y", "--max-tokens", "500")
-    assert not (tmp_path / "y" / "stage1").exists()
+def data_run(base, tmp_path, *flags):
+    s = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *TINY, *flags])
+    tokenizer = bfcl.check_everything(s, 1)
+    train, _ = bfcl.choose_tasks(s.split, s.limit)
+    limits = {"max_turns": s.max_turns, "max_tokens": s.max_tokens}
+    return bfcl.Run(s.out, bfcl.binding_settings(s), bfcl.Processes()), train, tokenizer, limits
 
 
 def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_the_arm():
@@ -2161,7 +2403,7 @@ def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_th
     limits = {"max_turns": 3, "max_tokens": 400}
     for token in (HIGH, None):
         heard.clear()
-        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, policy, tokenizer, token, limits)
+        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, lambda model: model, tokenizer, token, limits, policy)
         low, high_end = bfcl.wilson(5, 20)
         assert metrics == {"test_success": 0.25, "test_low": low, "test_high": high_end, "test_tasks": 20}
         assert len(heard) == 20 and all(prompt.count(high) == (token == HIGH) for prompt in heard)
@@ -2169,7 +2411,8 @@ def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_th
                               mine=lambda items, rank=rank: items[rank::2]) for rank in (0, 1)]
     for half in halves:
         heard.clear()
-        assert bfcl.evaluate_some(half, range(20), make_env, policy, tokenizer, HIGH, limits)["test_success"] == 0.25
+        arguments = range(20), make_env, lambda model: model, tokenizer, HIGH, limits, policy
+        assert bfcl.evaluate_some(half, *arguments)["test_success"] == 0.25
         assert len(heard) == 10
     _, test = bfcl.split_tasks(TASKS, "grouped")
     some = bfcl.some_of(test)
@@ -2202,89 +2445,462 @@ def test_bfcl_the_policy_is_the_one_that_is_asked_for():
     assert set(continuous.generation.eos_token_id) == plain.stop_ids == chat_format(tokenizer).stop_ids
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--model", "no/such-model"], "cannot load"),
-    (["--stage1", "/nowhere"], "cannot load"),
-])
-def test_what_cannot_be_loaded_is_named(base, tmp_path, flags, message):
-    with pytest.raises(SystemExit, match=message):
-        run_pipeline(base, tmp_path / "x", *flags)
-    assert not (tmp_path / "x").exists()
+def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(base, tmp_path, monkeypatch):
+    run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
+    real, sampled = bfcl.rollout, []
+
+    def half_right(envs, reward_tokens, policy, *args, **kwargs):
+        played = real(envs, reward_tokens, policy, *args, **kwargs)
+        if policy is scribble:
+            played = [replace(t, reward=float(row % 2)) for row, t in enumerate(played)]
+            limits["max_tokens"] = max(len(t.ids) for t in played[::2]) + 10  # the label needs 11: one has no room
+            sampled.extend(zip(envs, played))
+        return played
+
+    def scribble(prompts):
+        return [[*prompt[-3:], tokenizer.eos_token_id] for prompt in prompts]
+
+    monkeypatch.setattr(bfcl, "rollout", half_right)
+    failures = {t.group: t for t in bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)}
+    low = tokenizer.convert_tokens_to_ids(LOW)
+    kept = 0
+    assert set(failures) == {task["id"] for task in train}
+    for env, t in sampled:
+        failure = failures[t.group]
+        assert failure.reward_token == LOW and failure.reward == 0 and failure.ids.count(low) == 1
+        assert len(failure.ids) <= limits["max_tokens"]
+        prompt = chat_format(tokenizer).prompt(env.log[:2], LOW)
+        assert failure.ids[: len(prompt)] == prompt and failure.mask[: len(prompt)] == [0] * len(prompt)
+        if failure.action_ids == t.action_ids:
+            kept += 1
+            assert t.reward == 0
+    assert kept == 2  # of six: three were right, one has no room for the label
 
 
-def test_a_model_without_chat_template_is_refused_before_anything_is_written(base, tmp_path):
-    shutil.copytree(base, tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    with pytest.raises((SystemExit, ValueError), match="no chat template"):
-        run_pipeline(tmp_path / "bare", tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-
-
-def test_failures_of_the_base_model_are_marked_without_touching_their_actions(base, tmp_path):
-    args = arguments(base, tmp_path / "x", "--failures", "rollout")
-    args.tokenizer = bfcl.load_tokenizer(base)
-    add_reward_tokens(args.tokenizer)
-    train, _ = bfcl.choose_tasks(args)
-    run = bfcl.Run(args, bfcl.Processes())
-    load = lambda: bfcl.load_model(str(base), args.tokenizer, run.processes, False)
-    failures = bfcl.make_failures(args, run, {t["id"] for t in train}, train, load)
-    for t, task in zip(failures, train):
-        env = BFCLEnv(task)
-        plain = chat_format(args.tokenizer).prompt(env.reset())
-        low = chat_format(args.tokenizer).prompt(env.reset(), LOW)
-        assert t.ids[: len(low)] == low and not any(t.mask[: len(low)]) and t.mask[len(low)] == 1
-        assert t.reward_token == LOW and t.reward == 0 and len(low) > len(plain)
-        assert t.ids.count(args.tokenizer.convert_tokens_to_ids(LOW)) == 1
-
-
-def test_experts_too_long_for_the_limit_are_counted_not_dropped_in_silence(base, tmp_path, capsys):  # [T9] [B10]
-    args = arguments(base, tmp_path / "x", "--limit", "6")
-    args.tokenizer = bfcl.load_tokenizer(base)
-    add_reward_tokens(args.tokenizer)
-    train, _ = bfcl.choose_tasks(args)
-    lengths = sorted(bfcl.expert_length(task, args) for task in train)
-    args.max_tokens = lengths[3] + 50  # the mark needs some tokens of its own
-    data = bfcl.make_data(args, bfcl.Run(args, bfcl.Processes()), train, None)
-    assert len(data) == 2 * sum(n + 11 <= args.max_tokens for n in lengths)
-    assert f"longer than --max-tokens: {6 - len(data) // 2} tasks" in "".join(capsys.readouterr())
+def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(base, tmp_path, capsys):
+    run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
+    (expert,) = [bfcl.play_script(train[3], "combined", expert_turns(train[3], "combined"), HIGH, tokenizer, limits)]
+    lengths = {task["id"]: len(bfcl.play_script(task, "combined", expert_turns(task, "combined"), HIGH, tokenizer,
+                                                limits).ids) for task in train}
+    limits["max_tokens"] = sorted(lengths.values())[3]
+    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
+    fitting = {name for name, length in lengths.items() if length <= limits["max_tokens"]}
+    assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
+    assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
+    assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # read from the file
+    limits["max_tokens"] += 1000
+    with pytest.raises(SystemExit, match="is missing"):
+        bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_experts_score_1_through_rollout_with_the_real_tokenizers(name, protocol):
+def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name, protocol):
     tokenizer = tokenizer_named(name)
     add_reward_tokens(tokenizer)
     for task in TASKS[::97]:
         policy = scripted_policy(expert_turns(task, protocol), tokenizer)
-        (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=200)
+        (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
         assert t.reward == 1 and t.ids.count(tokenizer.convert_tokens_to_ids(HIGH)) == 1
 
 
-def test_batches_cover_every_item_once_a_pass_and_have_one_size():
+def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
     for n, batch in ((10, 4), (8, 4), (3, 5)):
         steps = math.ceil(n / batch)
         for passed in range(3):
             rows = [bfcl.batches(n, batch, passed * steps + i, 0, "x") for i in range(steps)]
-            assert {len(r) for r in rows} == {batch} and set(sum(rows, [])) == set(range(n))
-            assert sorted(sum(rows, [])[:n]) == list(range(n))
+            drawn = list(itertools.chain(*rows))
+            assert {len(r) for r in rows} == {batch} and set(drawn) == set(range(n))
+            assert sorted(drawn[:n]) == list(range(n))
     assert bfcl.batches(50, 8, 0, 0, "x") != bfcl.batches(50, 8, 0, 1, "x") != bfcl.batches(50, 8, 7, 1, "x")
 
 
-def test_wilson_intervals():
+def test_bfcl_wilson_intervals():
     assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4) and bfcl.wilson(4, 4)[1] == pytest.approx(1)
     for k, n in ((3, 10), (59, 80), (68, 80)):  # the ends solve (p - k/n)^2 = z^2 p (1 - p) / n
         for p in bfcl.wilson(k, n):
             assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
 
 
-def test_the_papers_differences_are_within_the_noise_of_80_tasks():
+def test_bfcl_the_papers_differences_are_within_the_noise_of_80_tasks():
     def fisher(a, b, n=80):
-        """Two-sided p of k = a against k = b, n each: the tables with the same margin that are no likelier than this one."""
+        """Two-sided p of k = a against k = b, n each: tables with the same margin that are no likelier than this one."""
         ways = {k: math.comb(n, k) * math.comb(n, a + b - k) for k in range(max(0, a + b - n), min(n, a + b) + 1)}
         return sum(w for w in ways.values() if w <= ways[a]) / math.comb(2 * n, a + b)
 
     assert fisher(59, 68) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 %
     assert fisher(37, 39) == pytest.approx(0.87, abs=0.01)  # 46.25 % and 48.75 %
+
+
+# ----- the wiring: every flag changes what it names, and nothing else
+
+
+class Toy(torch.nn.Module):
+    """In place of a model: one number, which "training" changes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(float(value)))
+        self.config = None
+
+
+class Recording:
+    """A run of train_bfcl.py in which models are numbers; what everybody is given is written down by its place."""
+
+    def __init__(self, base, out, monkeypatch):
+        self.base, self.out, self.seen = base, out, {}
+        self.thread = threading.local()
+        tokenizer = bfcl.load_tokenizer(base)
+        numbers = {task["id"]: task for task in TASKS if bfcl.task_number(task) < 15}
+        patched = {"load_tasks": lambda: list(numbers.values()), "plan": self.plan, "smoke": self.smoke,
+                   "load_tokenizer": lambda path: copy.deepcopy(tokenizer), "load_model": self.load,
+                   "save_model": self.save, "make_policy": self.policy, "rollout": self.rollout,
+                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
+                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT, "evaluate_some": self.watch, "Processes": self.processes}
+        self.real_rollout = bfcl.rollout
+        for name, fake in patched.items():
+            monkeypatch.setattr(bfcl, name, fake)
+        save = bfcl.Run.save
+        monkeypatch.setattr(bfcl.Run, "save", lambda run, stage, step, *models: (
+            self.note("checkpoints", (stage, step)), save(run, stage, step, *models)))
+
+    def note(self, place, value):
+        rank = getattr(self.thread, "rank", 0)
+        self.seen.setdefault((rank, place), []).append(value)
+
+    def notes(self, place, rank=0):
+        return self.seen.get((rank, place), [])
+
+    def processes(self, offload, alone=bfcl.Processes):
+        self.note("offload", offload)
+        return alone()
+
+    def plan(self, s, tokenizer, train, test, processes, gpu, available):
+        self.note("plan", "asked for" if available is None else "before a run")
+        self.note("plan: gpu", s.gpu)
+
+    def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits, model):
+        place = {"tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol, "limits": limits,
+                 "reward_token": reward_token, "model": model.value.item(), **policy(model).given}
+        for name, value in place.items():
+            self.note(f"watching: {name}", value)
+        return {"test_success": 0.5}
+
+    def smoke(self, argv, processes):
+        self.note("smoke", True)
+
+    def load(self, path, tokenizer, processes, checkpointing):
+        self.note("loaded", os.path.relpath(path, self.out))
+        file = Path(path) / "value"
+        return Toy(float(file.read_text()) if file.exists() else 0)
+
+    def save(self, model, tokenizer, folder, processes, origin):
+        if processes.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "value").write_text(str(model.value.item()))
+            (folder / "rcgrpo.json").write_text(json.dumps(origin))
+        self.note(f"origin of {folder.name}", origin)
+        processes.gather([])
+
+    def policy(self, model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
+        def policy(prompts):
+            raise AssertionError("rollouts are faked")
+        seed = generator.initial_seed() if generator else None
+        policy.given = {"temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
+                        "cache_tokens": cache_tokens, "seed": seed}
+        policy.model, policy.temperature = model, temperature
+        return policy
+
+    def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
+        stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
+        envs = list(envs)
+        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol,
+                 "reward_tokens": tuple(reward_tokens), "limits": limits,
+                 **getattr(policy, "given", {})}
+        for name, value in place.items():
+            self.note(f"{stage}: {name}", value)
+        if stage == "scripts":
+            (t,) = self.real_rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
+            self.note("scripts: actions", tuple(t.action_ids))
+            return [t]
+        self.note(f"{stage}: model", policy.model.value.item())
+        played = []
+        for row, env in enumerate(envs):
+            ids = chat_format(tokenizer).prompt(env.reset(), reward_tokens[row]) + [row + 5]
+            right = float(stage == "failures" and row % 2)  # every other rollout of the base model is right
+            played.append(Trajectory(ids, [0] * (len(ids) - 1) + [1], reward_tokens[row], (groups or ids)[row], right))
+        return played
+
+    def stage1(self, model, optimizer, trajectories, gather=None, **settings):
+        self.note("stage 1: learning rate", optimizer.param_groups[0]["lr"])
+        self.note("stage 1: rows", tuple((t.group, t.reward_token, t.reward) for t in trajectories))
+        self.note("stage 1: model", model.value.item())
+        for name, value in settings.items():
+            self.note(f"stage 1: {name}", value)
+        return {"loss": 0.0, "skipped": 0, "grad_norm": 1.0, "everywhere": sum(gather([len(trajectories)])),
+                **self.train(model, optimizer, 1)}
+
+    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None, gather=None,
+               mine=None, limits=None, **settings):
+        limits["progress"](3)
+        place = {"learning rate": optimizer.param_groups[0]["lr"], "tasks": tuple(task["id"] for task in tasks),
+                 "protocol": make_env(tasks[0]).protocol, "reward tokens' seed": generator.initial_seed(),
+                 "limits": {name: value for name, value in limits.items() if name != "progress"},
+                 "model": model.value.item(), "sampled model": policy.model.value.item(),
+                 "reference": None if ref_model is None else ref_model.value.item(),
+                 "models apart": ref_model is not model and (ref_model is None or not ref_model.value.requires_grad),
+                 "share": tuple(mine(list(range(4)))), **policy.given, **settings}
+        for name, value in place.items():
+            self.note(f"stage 2: {name}", value)
+        metrics = {name: 0.5 for name in ("reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl",
+                                          "truncated", "rollout_seconds", "update_seconds", "grad_norm")}
+        everywhere = sum(gather([len(tasks)]))
+        return {**metrics, "skipped": 0, "everywhere": everywhere, **self.train(model, optimizer, 10)}, []
+
+    def train(self, model, optimizer, by):
+        assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+        model.value.data += by
+        return {}
+
+    def run(self, *flags):
+        bfcl.main(["--model", self.base, "--out", self.out, *RECORDED, *flags])
+        return self.record()
+
+    def record(self):
+        """place -> what was noted there, and what the run folder says."""
+        record = {place: values for (rank, place), values in self.seen.items() if rank == 0}
+        if (self.out / "eval.json").exists():
+            report = json.loads((self.out / "eval.json").read_text())
+            record |= {f"report: {name}": report[name] for name in ("arm", "reward_token", "split", "protocol")}
+            record["report: goals"] = list(report["goals"])
+        return {**record, "folder": self.out.name}
+
+
+RECORDED = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 3 --group-size 3 --checkpoint-every 2 "
+            "--max-tokens 9000 --lr 1e-3 --stage1-lr 1e-2").split()
+
+
+@pytest.fixture(scope="module")
+def recorded(base, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return Recording(base, tmp_path_factory.mktemp("recorded") / "x", monkeypatch).run()
+
+
+SAMPLERS = ["failures", "stage 2", "watching", "evaluation"]
+ROLLOUTS = ["scripts", *SAMPLERS]
+
+
+def everywhere(places, names):
+    return {f"{place}: {name}" for place in places for name in ([names] if isinstance(names, str) else names)}
+
+
+POLICY = ["temperature", "sampler", "max_new_tokens", "cache_tokens", "seed", "model"]
+SCRIPTS = everywhere(["scripts"], ["tasks", "protocol", "reward_tokens", "limits", "actions"])
+FAILURES = everywhere(["failures"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
+STAGE_1 = everywhere(["stage 1"], ["learning rate", "rows", "model", "tokens_per_pass", "max_grad_norm"])
+EVALUATION = everywhere(["evaluation"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
+REPORT = everywhere(["report"], ["arm", "reward_token", "split", "protocol", "goals"])
+ORIGINS = {"origin of stage1", "origin of model"}
+WATCHING = everywhere(["watching"], ["tasks", "protocol", "reward_token", "limits", *POLICY])
+TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: rows", "stage 2: tasks", "watching: tasks",
+            "evaluation: tasks"}
+LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "watching: model", "evaluation: model"}
+STAGE_2 = everywhere(["stage 2"], ["learning rate", "tasks", "protocol", "reward tokens' seed", "limits", "model", "sampled model",
+                                   "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
+                                   "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates",
+                                   "tokens_per_pass", "max_grad_norm"])
+
+# flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
+WIRING = {
+    "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
+    "--stage": ("data", {"loaded", "checkpoints"} | STAGE_1 | STAGE_2 | WATCHING | EVALUATION | REPORT | ORIGINS,
+                {"stage 1: rows": None, "loaded": ["{base}"]}),
+    "--resume": ("", set(), {}),
+    "--plan": ("", {"plan", "offload", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2 | WATCHING
+               | EVALUATION | REPORT | ORIGINS, {"plan": ["asked for"], "loaded": None}),
+    "--smoke": ("", {"smoke", "plan", "plan: gpu", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2
+                | WATCHING | EVALUATION | REPORT | ORIGINS, {"smoke": [True], "loaded": None}),
+    "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
+    "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
+    "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
+               {"report: arm": "sft + rc-grpo", "scripts: reward_tokens": [(None,)] * 4}),
+    "--rl": ("grpo", {"report: arm", "stage 2: p", "origin of model"}, {"stage 2: p": [1.0] * 3}),
+    "--split": ("paper", TASKS_OF | ORIGINS | {"report: split"}, {"report: split": "paper"}),
+    "--protocol": ("turns", everywhere(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
+                   {"stage 2: protocol": ["turns"] * 3}),
+    "--limit": ("3", TASKS_OF | SCRIPTS | ORIGINS | {"failures: reward_tokens", "evaluation: reward_tokens"},
+                {"evaluation: reward_tokens": [(HIGH,) * 3, (LOW,) * 3, (None,) * 3]}),
+    "--seed": ("1", {"scripts: actions", "failures: seed", "stage 1: rows", "stage 2: tasks", "stage 2: seed",
+                     "stage 2: reward tokens' seed"} | ORIGINS, {}),
+    "--stage1": ("{stage1}", {"loaded", "origin of stage1"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS,
+                 {"loaded": ["{stage1}", "model"], "stage 2: reference": [70.0] * 3}),
+    "--failures": ("corrupt", {"loaded"} | FAILURES | SCRIPTS, {"failures: tasks": None}),
+    "--failure-temperature": ("0.3", {"failures: temperature"}, {"failures: temperature": [0.3]}),
+    "--stage1-lr": ("2e-3", {"stage 1: learning rate"}, {"stage 1: learning rate": [2e-3] * 2}),
+    "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
+    "--epochs": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"stage 1: max_grad_norm": [1.0] * 4}),
+    "--lr": ("2e-4", {"stage 2: learning rate"}, {"stage 2: learning rate": [2e-4] * 3}),
+    "--batch": ("3", {"stage 2: tasks"}, {}),
+    "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2, {"stage 2: G": [3] * 2, "checkpoints": None}),
+    "--updates": ("4", {"stage 2: updates"}, {"stage 2: updates": [4] * 3}),
+    "--group-size": ("6", {"stage 2: G"}, {"stage 2: G": [6] * 3}),
+    "--p-high": ("0.25", {"stage 2: p"}, {"stage 2: p": [0.25] * 3}),
+    "--stratified": ("", {"stage 2: stratified"}, {"stage 2: stratified": [True] * 3}),
+    "--temperature": ("0.6", {"stage 2: temperature"}, {"stage 2: temperature": [0.6] * 3}),
+    "--beta": ("0", {"stage 2: beta", "stage 2: reference"}, {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
+    "--clip": ("0.3", {"stage 2: clip"}, {"stage 2: clip": [0.3] * 3}),
+    "--ratio": ("trajectory", {"stage 2: ratio"}, {"stage 2: ratio": ["trajectory"] * 3}),
+    "--max-grad-norm": ("0.5", everywhere(["stage 1", "stage 2"], "max_grad_norm"), {"stage 2: max_grad_norm": [0.5] * 3}),
+    "--max-tokens": ("9001", everywhere(ROLLOUTS, "limits"), {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
+    "--max-new-tokens": ("33", everywhere(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
+    "--max-turns": ("29", everywhere(ROLLOUTS, "limits"), {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
+    "--tokens-per-pass": ("999", everywhere(["stage 1", "stage 2"], "tokens_per_pass"), {"stage 1: tokens_per_pass": [999] * 2}),
+    "--rollout-tokens": ("777", everywhere(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
+    "--sampler": ("continuous", everywhere(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
+    "--offload": ("", {"offload"}, {"offload": [True]}),
+    "--eval-every": ("2", WATCHING, {"watching: model": [2, 22], "watching: reward_token": [HIGH] * 2}),
+    "--gpu": ("a100", {"plan: gpu"}, {"plan: gpu": ["a100"]}),
+    "--checkpoint-every": ("1", {"checkpoints"}, {"checkpoints": [("stage1", 1), ("stage2", 1), ("stage2", 2)]}),
+}
+
+
+def test_bfcl_every_flag_is_in_the_table_of_the_wiring():
+    assert set(WIRING) == {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
+
+
+@pytest.mark.parametrize("flag", WIRING)
+def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_path, monkeypatch, flag):
+    value, places, then = WIRING[flag]
+    names = {"tmp": tmp_path, "other": tmp_path / "m", "stage1": tmp_path / "s", "base": base}
+    if value == "{other}":
+        shutil.copytree(base, tmp_path / "m")
+    if value == "{stage1}":
+        Workshop(base, base, tmp_path).changed(base, "s", "config.json", config(reward_token_ids=[1, 2]))
+        (tmp_path / "s" / "value").write_text("70")
+    recording = Recording(base, tmp_path / ("other" if flag == "--out" else "x"), monkeypatch)
+    record = recording.run(flag, *[value.format(**names)] * bool(value))
+    changed = {place for place in recorded.keys() | record.keys() if recorded.get(place) != record.get(place)}
+    changed -= {"folder"} if flag != "--out" else set()
+    assert changed == places
+    for place, expected in then.items():
+        if place == "loaded" and expected:
+            expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path for path in expected]
+        assert record.get(place) == expected, place
+
+
+def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
+    """The run without further flags: models are numbers, stage 1 adds 1 at each of 2 steps, stage 2 adds 10 at each of 3."""
+    r = recorded
+    assert r["loaded"][2:] == ["stage1", "model"] and r["loaded"][0] == r["loaded"][1]
+    assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7] and r["failures: reward_tokens"] == [(None,) * 4]
+    (sampled,) = r["failures: tasks"]
+    corrupted = [tasks[0] for tasks, (token,) in zip(r["scripts: tasks"], r["scripts: reward_tokens"]) if token == LOW]
+    assert set(corrupted) == set(sampled[1::2])  # where the base model was right, an expert is corrupted; nowhere else
+    rows = [row for rows in r["stage 1: rows"] for row in rows]
+    assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
+    assert r["stage 1: model"] == [0, 1] and r["stage 1: learning rate"] == [1e-2] * 2
+    assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22] and r["stage 2: learning rate"] == [1e-3] * 3
+    assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: models apart"] == [True] * 3
+    assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
+    assert len({*r["stage 2: seed"], *r["stage 2: reward tokens' seed"], *r["failures: seed"]}) == 7
+    assert {*itertools.chain(*r["stage 2: tasks"])} == {*sampled}
+    assert r["watching: model"] == [2] and r["watching: temperature"] == [0] and r["offload"] == [False]
+    assert r["watching: tasks"] == r["evaluation: tasks"][:1]  # there are four; of eighty it takes forty
+    assert r["evaluation: model"] == [32] * 3 and r["evaluation: temperature"] == [0] * 3
+    assert r["evaluation: reward_tokens"] == [(HIGH,) * 4, (LOW,) * 4, (None,) * 4]
+    assert len({*r["evaluation: tasks"]}) == 1 and not {*r["evaluation: tasks"][0]} & {*sampled}
+    assert {r[f"{place}: protocol"][0] for place in ROLLOUTS} == {"combined"}
+
+
+ARMS = {  # P(high) in stage 2, and the reward tokens of stage 1
+    ("rctp", "rc-grpo"): (0.5, {HIGH, LOW}), ("rctp", "grpo"): (1.0, {HIGH, LOW}), ("rctp", "none"): ("no stage 2", {HIGH, LOW}),
+    ("sft", "rc-grpo"): (0.5, {None}), ("sft", "grpo"): (None, {None}), ("sft", "none"): ("no stage 2", {None}),
+    ("none", "rc-grpo"): (0.5, set()), ("none", "grpo"): (None, set()), ("none", "none"): ("no stage 2", set()),
+}
+
+
+@pytest.mark.parametrize("init, rl", ARMS)
+def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
+    record = Recording(base, tmp_path / "x", monkeypatch).run("--init", init, "--rl", rl)
+    p, tokens = ARMS[init, rl]
+    assert {*record.get("stage 2: p", ["no stage 2"])} == {p}
+    assert {token for rows in record.get("stage 1: rows", []) for _, token, _ in rows} == tokens
+    start, end = 0, 30 * (rl != "none")
+    if init != "none":
+        start = len(record["stage 1: rows"])
+    assert record["evaluation: model"] == [start + end] * 3 and record.get("stage 2: model", [start])[0] == start
+    assert record["report: arm"] == f"{init} + {rl}"
+    assert record.get("origin of model", [{"init": init, "rl": rl}])[0]["rl"] == rl
+    assert record.get("origin of stage1", [{"rl": "none"}])[0]["rl"] == "none"
+
+
+class Beside:
+    """One of two processes that are threads: everything that a process has to say to another goes through here."""
+
+    size, cuda, sharded, device = 2, False, True, torch.device("cpu")
+    barrier, said = threading.Barrier(2, timeout=60), {}
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def gather(self, items):
+        self.said[self.rank] = list(items)
+        self.barrier.wait()
+        gathered = self.said[0] + self.said[1]
+        self.barrier.wait()
+        return gathered
+
+    def mine(self, items):
+        return items[self.rank :: self.size]
+
+    def whole_copy(self, model):
+        return copy.deepcopy(model).requires_grad_(False)
+
+    reference = whole_copy
+
+    def refresh(self, actor, model):
+        actor.value.data.copy_(model.value.data)
+
+
+def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, tmp_path, monkeypatch):
+    recording, failures = Recording(base, tmp_path / "x", monkeypatch), []
+    monkeypatch.setattr(bfcl.Run, "save", lambda *arguments: None)  # needs processes; threads are none
+
+    def process(rank):
+        recording.thread.rank = rank
+        try:
+            settings = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *RECORDED])
+            bfcl.pipeline(settings, Beside(rank))
+        except BaseException as error:
+            failures.append(error)
+            Beside.barrier.abort()
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+    def both(place):
+        return recording.notes(place, 0), recording.notes(place, 1)
+
+    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shares of what one would do
+        for mine, theirs, whole in zip(*both(place), recorded[place], strict=True):
+            assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
+    for place in ("stage 2: seed", "stage 2: reward tokens' seed", "failures: seed"):
+        assert len({*itertools.chain(*both(place))}) == 2 * len(recorded[place])
+    for rank in (0, 1):
+        assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is brought up to date
+        assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
+        assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
+    lines = read_lines(tmp_path / "x" / "metrics.jsonl")
+    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes, and one of them writes
+    evaluated = [(line["goal"], line["id"]) for line in read_lines(tmp_path / "x" / "trajectories.jsonl")]
+    assert len({*evaluated}) == len(evaluated) == 12
+    assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
 
 
 def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
@@ -2299,13 +2915,13 @@ def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch)
 
 
 def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
-    args = arguments(base, "x")
-    tokenizer, (train, test) = bfcl.load_tokenizer(base), bfcl.choose_tasks(args)
+    args = bfcl.parse_arguments(["--model", str(base), *TINY])
+    tokenizer, (train, test) = bfcl.load_tokenizer(base), bfcl.choose_tasks(args.split, args.limit)
     small = AutoConfig.from_pretrained(base)
     need = sum(size for _, size, _ in bfcl.memory(args, small, bfcl.count_parameters(small), 2, gpu=True))
-    with pytest.raises(SystemExit, match="does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes"):
+    with pytest.raises(SystemExit, match="does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"):
         bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=need)
-    with pytest.raises(SystemExit, match="No number of them is enough"):
+    with pytest.raises(SystemExit, match="No number of processes is enough"):
         bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=1000)
     bfcl.plan(args, tokenizer, train, test, 2, gpu=True, available=need)
 
@@ -2357,7 +2973,7 @@ def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
     assert seconds()[2] > 1.4 * seconds("--max-turns", "5")[2] > 0  # those who loop make all others wait
 
 
-def test_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):  # [D2]
+def test_bfcl_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):
     tokenizer = bfcl.load_tokenizer(base)
     model = bfcl.load_model(str(base), tokenizer, bfcl.Processes(), False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -2614,7 +3230,8 @@ def fake_gpus(n, config, offload=False):
     move = torch.Tensor.to
 
     def attention(q, k, v, attn_mask=None, **_):
-        mask = None if attn_mask is None else attn_mask.to(q.dtype)  # what a kernel that takes a mask makes of it
+        if attn_mask is not None:
+            attn_mask = attn_mask.to(q.dtype)  # what a kernel that takes a mask makes of it
         return FlashAttention.apply(q, k, v)
 
     def copied(tensor, *args, **kwargs):  # host to device and back: both are the CPU here, and nothing would be moved
@@ -2918,7 +3535,7 @@ def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_
 def save_tied(folder, offload):
     processes = bfcl.Processes(offload)
     model = processes.shard(tiny_model(50, tie_word_embeddings=True))
-    bfcl.save_model(model, byte_level_tokenizer(), folder, processes)
+    bfcl.save_model(model, byte_level_tokenizer(), folder, processes, {})
 
 
 def fails(*args, **kwargs):
@@ -2984,11 +3601,11 @@ def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import test_rcgrpo as spec, train_bfcl as bfcl
-spec.reward_parity()
+bfcl.pipeline = spec.small_pipeline
 log = bfcl.Run.log
 
-def dies(run, stage, step, metrics):
-    log(run, stage, step, metrics)
+def dies(run, stage, step, *more):
+    log(run, stage, step, *more)
     if [stage, str(step)] == sys.argv[2:4]:
         os._exit(9)
 
@@ -3005,21 +3622,154 @@ bfcl.main(sys.argv[4:])
     assert len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()) == 8  # one process writes
 
 
-def test_smoke_runs_every_stage_of_every_arm(tmp_path):
-    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", "--smoke", "--out", tmp_path / "smoke"], text=True,
-                            capture_output=True)
+def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):
+    flags = ["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--goals", "low",
+             "--out", tmp_path / "smoke"]
+    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", *flags], text=True, capture_output=True)
+    printed = result.stdout + result.stderr
     assert result.returncode == 0, result.stderr[-3000:]
-    for init in ("rctp", "sft", "none"):
-        for rl in ("rc-grpo", "grpo", "none"):
-            folder = tmp_path / "smoke" / f"{init}+{rl}"
-            assert set(json.loads((folder / "eval.json").read_text())["goals"]) == {"high", "low", "none"}
-            assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/4[)]", result.stdout + result.stderr)
-            marks = {json.loads(line).get("reward_low") is not None for line in open(folder / "metrics.jsonl")
-                     if '"stage2"' in line} if rl != "none" else set()
-            assert marks <= {rl == "rc-grpo", False}
+    assert "R was not the benchmark's" in printed
+    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
+        folder = tmp_path / "smoke" / f"{init}+{rl}"
+        settings, report = (json.loads((folder / name).read_text()) for name in ("config.json", "eval.json"))
+        assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 2)
+        assert set(report["goals"]) == {"low"} and report["protocol"] == "turns"
+        assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/2[)]", printed)
+        steps = [line for line in read_lines(folder / "metrics.jsonl") if line["stage"] == "stage2"] if rl != "none" else []
+        assert len(steps) == 2 * (rl != "none") and any(step["grad_norm"] > 0 for step in steps) == (rl != "none")
+        assert {step["reward_low"] is not None for step in steps} <= {rl == "rc-grpo", False}
     assert weights(tmp_path / "smoke" / "rctp+rc-grpo" / "model")  # loads with transformers alone
 
 
+def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: ran.append((s.init, s.rl, s.model, s.lr, train_env)))
+    flags = ["--smoke", "--init", "sft", "--rl", "grpo", "--model", "mine", "--lr", "0.25", "--out", tmp_path]
+    bfcl.main(flags)
+    assert ran == [("sft", "grpo", "mine", 0.25, bfcl.ParityEnv)]
+    lock = bfcl.lock_folder(tmp_path)
+    with pytest.raises(SystemExit, match="another process is at work there"):
+        bfcl.main(flags)
+    lock.close()
+
+
+# ----- the worst user
+
+
+def some_flags(rng):
+    """A command line that may be nonsense."""
+    flags = [flag for block in bfcl.SETTINGS.values() for flag, *_ in block] + ["--stage-1", "-h2", "--"]
+    values = ["0", "-1", "1", "2", "0.5", "1e-7", "1e9", "nan", "-inf", "1e999", "inf", "", " ", "high", "none", "rctp", "x" * 50,
+              "\x00", "١٢", "0x10", "1_000", "--lr", "9" * 5000, "true", "[]", "None"]
+    line = []
+    for _ in range(rng.randint(1, 4)):
+        line += [rng.choice(flags), *[rng.choice(values)] * rng.randint(0, 2)]
+    return line
+
+
+def broken(content, rng):
+    """The bytes of a file after an accident; digits stay what they are, as no file can tell that one was another."""
+    place, size = rng.randrange(len(content) + 1), rng.choice([1, 1, 3, 40, 2000])
+    accident = rng.choice(["cut", "hole", "noise", "twice", "swap", "other"])
+    if accident == "cut":
+        return content[:place]
+    if accident == "hole":
+        return content[:place] + content[place + size:]
+    if accident == "noise":
+        return content[:place] + rng.choice([b"\x00", b"\xff\xfe", b"}", b"[" * 3000, b"\n", b'"', b", "]) + content[place:]
+    if accident == "twice":
+        return content + content[place:]
+    if accident == "swap":
+        return content[place:] + content[:place]
+    return rng.choice([b"", b"{}", b"[]", b"null", b"1", b'""', b"\n", b'{"a": NaN}', b"[" * 100000, b'{"stage": "stage1", "step": 1e999}\n'])
+
+
+def outcome(call, *arguments):
+    """What a call returns, or the one line with which it refuses."""
+    try:
+        return call(*arguments)
+    except SystemExit as refusal:
+        assert refusal.code == 2 or isinstance(refusal.code, str) and "\n" not in refusal.code.strip(), refusal.code
+        return refusal
+
+
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", 4))  # for each of the three
+
+
+def until_tired(seed):
+    """Random generators, until the time is over; at least twenty."""
+    start = time.monotonic()
+    for number in itertools.count():
+        if number >= 20 and time.monotonic() > start + FUZZ_SECONDS:
+            return
+        yield random.Random(f"{seed} {number}")
+
+
+def test_bfcl_fuzz_no_command_line_gets_past_the_parser_with_a_number_out_of_range(capsys):
+    for rng in itertools.islice(until_tired(os.environ.get("FUZZ_SEED", "flags")), 2000):
+        line = some_flags(rng)
+        settings = outcome(bfcl.parse_arguments, line)
+        if isinstance(settings, SystemExit):
+            capsys.readouterr()
+            continue
+        for name, value in vars(settings).items():
+            if type(value) in (int, float):
+                assert 0 <= value <= 1e9 and math.isfinite(value), (line, name)
+        assert settings.group_size >= 2 or settings.rl == "none"
+        assert 0.01 <= min(settings.temperature, settings.failure_temperature) and settings.p_high <= 1 >= settings.lr > 0
+
+
+def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base):
+    settings = bfcl.parse_arguments(["--model", str(base), "--out", str(copied), *TINY])
+    train, _ = bfcl.choose_tasks(settings.split, settings.limit)
+    tokenizer = bfcl.load_tokenizer(base)
+    add_reward_tokens(tokenizer)
+
+    def expert(task):
+        return replace(data[0], truncated=False)
+
+    def shape(trajectories):
+        """All but single digits."""
+        return sorted((t.group, str(t.reward_token), t.reward, len(t.ids), t.mask) for t in trajectories)
+
+    def opened():
+        with bfcl.Run(copied, bfcl.binding_settings(settings), bfcl.Processes()) as run:
+            run._forget_after("stage2", 3)
+        return bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
+
+    data = bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
+    whole = {name: (copied / name).read_bytes() for name in ("config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl")}
+    steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
+    for rng in until_tired(os.environ.get("FUZZ_SEED", "run")):
+        for name, content in whole.items():
+            (copied / name).write_bytes(content)
+        name = rng.choice(list(whole))
+        (copied / name).write_bytes(broken(whole[name], rng))
+        read = outcome(opened)
+        if isinstance(read, SystemExit):
+            assert name in str(read) or "other settings" in str(read)
+        else:
+            assert shape(read) == shape(data)
+            assert json.loads((copied / "config.json").read_text()) == json.loads(whole["config.json"])
+            kept = [(line["stage"], line["step"]) for line in read_lines(copied / "metrics.jsonl")]
+            assert kept == [step for step in steps if step in kept]
+
+
+def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path):
+    folder = shutil.copytree(whole_run / "stage1", tmp_path / "stage1")
+    settings = bfcl.parse_arguments(["--model", str(base), "--stage1", str(folder), "--out", str(tmp_path / "x"), *TINY])
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    accepted = 0
+    for rng in until_tired(os.environ.get("FUZZ_SEED", "model")):
+        for name, content in whole.items():
+            (folder / name).write_bytes(content)
+        name = rng.choice(list(whole))
+        (folder / name).write_bytes(broken(whole[name], rng))
+        tokenizer = outcome(bfcl.check_everything, settings, 1)
+        if not isinstance(tokenizer, SystemExit):
+            model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
+            accepted += not isinstance(model, SystemExit)
+    assert accepted  # of a licence, of blanks, of what has a default
 # ======================================================================================================================
 # README.md
 # ======================================================================================================================

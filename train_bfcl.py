@@ -1,69 +1,411 @@
 """RC-GRPO on the Berkeley Function Calling Leaderboard (BFCL v4, multi-turn), on GPUs.
 
-    python train_bfcl.py                                   the paper's main arm: RCTP, then RC-GRPO, then evaluation
-    python train_bfcl.py --init sft --rl grpo              any other arm: --init {rctp,sft,none} --rl {rc-grpo,grpo,none}
-    torchrun --nproc-per-node 8 train_bfcl.py              on eight GPUs
-    python train_bfcl.py --plan                            what it would do and need, without touching a device
-    python train_bfcl.py --smoke                           every stage of every arm, tiny; needs no GPU
+    python train_bfcl.py                         the paper's main arm: RCTP, then RC-GRPO, then evaluation
+    python train_bfcl.py --init sft --rl grpo    another: --init {rctp,sft,none} --rl {rc-grpo,grpo,none}
+    torchrun --nproc-per-node 8 train_bfcl.py    on eight GPUs
+    python train_bfcl.py --plan                  what it would do and need, without touching a device
+    python train_bfcl.py --smoke                 every stage of every arm, tiny; needs no GPU
 
-Read rcgrpo.py first: the method is there. Here are the benchmark (sections 1-7), what serves many GPUs and long runs
-(8-10, a reader may skip them), and the pipeline: data, stage 1, stage 2, evaluation (11-15).
+Read rcgrpo.py first: the method is there. Sections 1-5 are what this script does: settings, pipeline, data,
+stages, evaluation. 6-12 are the benchmark. 13-17 serve many GPUs and long runs; a reader may skip them.
 Needs the public package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23
 """
 
+# ruff: noqa: E402 (the benchmark and what serves long runs carry their own imports)
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import random
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from rcgrpo import HIGH, LOW, Trajectory, label_by_reward, rcgrpo_step, rctp_step, rollout, scripted_policy
+
+
+# ===== 1. Settings ==========================================================================================
+def number(kind, low, high):
+    """What argparse calls to read a flag: text -> a number from low to high. nan and inf are none."""
+    def read(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if low <= value <= high:
+            return value
+        name = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"must be a {name} from {low:g} to {high:g}, not {text!r}")
+    return read
+
+
+def words(text):
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+COUNT, FROM_0 = number(int, 1, 10**9), number(int, 0, 10**9)
+RATE, SHARE, WEIGHT = number(float, 1e-12, 1), number(float, 0, 1), number(float, 0, 1e6)
+TEMPERATURE, BOUND = number(float, 0.01, 100), number(float, 1e-6, 1e6)
+REWARD_TOKENS = {"high": HIGH, "low": LOW, "none": None}
+YES_OR_NO = None
+
+# block: (flag, default, values, meaning)
+SETTINGS = {
+    "this call": [
+        ("--out", "runs/bfcl", words, "folder of the run"),
+        ("--stage", "all", ["all", "data", "stage1", "stage2", "eval"],
+         "run one stage alone; what earlier ones left in --out is picked up"),
+        ("--resume", False, YES_OR_NO, "go on from the last checkpoint in --out"),
+        ("--plan", False, YES_OR_NO, "print tasks, tokens, steps and memory, and exit"),
+        ("--smoke", False, YES_OR_NO, "every stage of every arm on a tiny random model; needs no GPU"),
+        ("--goals", list(REWARD_TOKENS), list(REWARD_TOKENS), "reward tokens to evaluate under"),
+    ],
+    "arm": [
+        ("--model", "Qwen/Qwen2.5-7B-Instruct", words, "causal LM with a chat template: hub name or folder"),
+        ("--init", "rctp", ["rctp", "sft", "none"], "stage 1: reward-conditioned, on experts alone, or none"),
+        ("--rl", "rc-grpo", ["rc-grpo", "grpo", "none"],
+         "stage 2: a reward token drawn for each rollout, plain GRPO, or none"),
+        ("--split", "grouped", ["grouped", "paper"], "training and test tasks: without leak, or the paper's"),
+        ("--protocol", "combined", ["combined", "turns"], "the paper's one prompt, the leaderboard's turns"),
+        ("--limit", 0, FROM_0, "keep X training and X test tasks, of the shortest tool lists; 0: all"),
+        ("--seed", 0, FROM_0, "of everything random"),
+    ],
+    "stage 1": [
+        ("--stage1", None, words, "start stage 2 from the stage-1 model in this folder; train none"),
+        ("--failures", "rollout", ["rollout", "corrupt"],
+         "failures for RCTP: of the base model, topped up by corrupted experts; or only those"),
+        ("--failure-temperature", 0.7, TEMPERATURE, "of the base model's rollouts that become failures"),
+        ("--stage1-lr", 1e-5, RATE, "learning rate of stage 1"),
+        ("--stage1-batch", 16, COUNT, "trajectories per step of stage 1"),
+        ("--epochs", None, COUNT, "passes over the data; default: the paper's, 5 for rctp, 2 for sft"),
+    ],
+    "stage 2": [
+        ("--lr", 1e-6, RATE, "learning rate of stage 2"),
+        ("--batch", None, COUNT, "tasks per step; default: the paper's, 256 for rc-grpo, 64 for grpo"),
+        ("--steps", 400, COUNT, "batches of tasks in all"),
+        ("--updates", 1, COUNT, "optimizer steps on each batch"),
+        ("--group-size", 5, COUNT, "G, rollouts per task"),
+        ("--p-high", 0.5, SHARE, "p, probability of the high reward token"),
+        ("--stratified", False, YES_OR_NO, "exactly round(pG) high reward tokens in every group"),
+        ("--temperature", 1.0, TEMPERATURE, "of the rollouts"),
+        ("--beta", 0.1, WEIGHT, "weight of the KL to the stage-1 model; 0: no such model is kept"),
+        ("--clip", 0.2, BOUND, "clip range of the ratio; does something only with --updates above 1"),
+        ("--ratio", "token", ["token", "trajectory"], "one rho per token or per trajectory"),
+    ],
+    "both stages": [
+        ("--max-grad-norm", 1.0, BOUND, "gradient clipping"),
+        ("--max-tokens", 16384, COUNT, "length limit of a trajectory; longer: truncated, reward 0"),
+        ("--max-new-tokens", 1024, COUNT, "length limit of one action; longer: truncated, reward 0"),
+        ("--max-turns", 30, COUNT, "assistant turns per rollout; more: truncated, reward 0"),
+    ],
+    "memory and speed": [
+        ("--tokens-per-pass", 24576, COUNT, "tokens of one forward and backward pass in training"),
+        ("--rollout-tokens", 2**17, COUNT, "tokens, padding included, in the plain sampler's cache"),
+        ("--sampler", "auto", ["auto", "plain", "continuous"],
+         "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention"),
+        ("--offload", False, YES_OR_NO, "keep weights and moments in the host's memory: fewer GPUs, slower"),
+        ("--checkpoint-every", 10, COUNT, "steps between checkpoints"),
+        ("--eval-every", 25, COUNT, "steps of stage 2 between evaluations on 40 fixed test tasks"),
+        ("--gpu", "h100", ["a100", "h100", "h200", "4090"], "the GPU that --plan estimates hours for"),
+    ],
+}
+BINDING = ("arm", "stage 1", "stage 2", "both stages")  # a run folder belongs to one value of each of these
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(usage="train_bfcl.py [flags]   (--help lists them)", description=__doc__,
+                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for block, flags in SETTINGS.items():
+        group = parser.add_argument_group(block + " (may change when a run goes on)" * (block not in BINDING))
+        for flag, default, values, meaning in flags:
+            shown = meaning if default is None else f"{meaning} (default: {default})"
+            if values is YES_OR_NO:
+                group.add_argument(flag, action="store_true", help=meaning)
+            elif isinstance(values, list):
+                several = "+" if isinstance(default, list) else None
+                group.add_argument(flag, default=default, choices=values, nargs=several, help=shown)
+            else:
+                group.add_argument(flag, default=default, type=values, metavar="X", help=shown)
+    s = parser.parse_args(argv)
+    s.epochs = s.epochs or {"rctp": 5, "sft": 2, "none": 1}[s.init]
+    s.batch = s.batch or {"rc-grpo": 256, "grpo": 64, "none": 1}[s.rl]
+    s.goals = list(dict.fromkeys(s.goals))
+    idle = f"--stage {s.stage} has nothing to do in the arm --init {s.init} --rl {s.rl} --stage1 {s.stage1}"
+    for refused, reason in (
+        (s.group_size < 2 and s.rl != "none", "--group-size needs at least 2: rollouts are compared"),
+        (s.stage1 and s.init == "none", "--stage1 with --init none: say how it was trained, rctp or sft"),
+        (s.stage in ("data", "stage1") and (s.init == "none" or s.stage1), idle),
+        (s.stage == "stage2" and s.rl == "none", idle),
+        (s.smoke and (s.plan or s.resume or s.stage1 or s.stage != "all"),
+         "--smoke runs every stage of its arms: leave out --plan, --resume, --stage and --stage1"),
+    ):
+        if refused:
+            parser.error(reason)
+    return s
+
+
+def binding_settings(s) -> dict:
+    names = [flag[2:].replace("-", "_") for block in BINDING for flag, *_ in SETTINGS[block]]
+    return {name: getattr(s, name) for name in names}
+
+
+# ===== 2. The pipeline ======================================================================================
+def pipeline(s, processes: Processes, train_env=None):
+    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already.
+
+    s: the settings.  train_env: in place of BFCLEnv in stage 2."""
+    train, test = choose_tasks(s.split, s.limit)
+    tokenizer = check_everything(s, processes.size)  # before --out is claimed
+    if processes.rank == 0 and not s.smoke:
+        plan(s, tokenizer, train, test, processes.size, processes.cuda, memory_there(processes))
+
+    with Run(s.out, binding_settings(s), processes, s.resume, s.checkpoint_every) as run:
+        stage1 = Path(s.stage1) if s.stage1 else run.folder / "stage1"
+        start = Path(s.model) if s.init == "none" else stage1
+        final = start if s.rl == "none" else run.folder / "model"
+        limits = {"max_turns": s.max_turns, "max_tokens": s.max_tokens}
+        both_stages = {"tokens_per_pass": s.tokens_per_pass, "max_grad_norm": s.max_grad_norm}
+        policy = partial(make_policy, tokenizer=tokenizer, sampler=s.sampler, max_new_tokens=s.max_new_tokens,
+                         cache_tokens=s.rollout_tokens)
+
+        def load(path):
+            return load_model(str(path), tokenizer, processes, checkpointing=processes.cuda)
+
+        def load_to_sample(path):
+            return processes.whole_copy(load(path)) if processes.sharded else load(path)
+
+        def base_policy():
+            generator = seeded(processes, s.seed, "failures", processes.rank)
+            return policy(load_to_sample(s.model), generator=generator, temperature=s.failure_temperature)
+
+        if s.stage in ("all", "data", "stage1") and s.init != "none" and not stage1.exists():
+            data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
+                             base_policy=base_policy if s.failures == "rollout" else None)
+            if s.stage == "data":
+                return
+            train_stage1(run, data, load(s.model), tokenizer, s.epochs, s.stage1_batch, s.stage1_lr, s.seed,
+                         **both_stages)
+        if s.init != "none":
+            there_is(stage1, "stage1")
+        if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
+            make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
+            p = p_of_stage2(s.init, s.rl, s.p_high)
+            watch = partial(evaluate_some, processes, some_of(test), partial(BFCLEnv, protocol=s.protocol),
+                            partial(policy, temperature=0), tokenizer,
+                            REWARD_TOKENS[own_reward_token(s.init, s.rl)], limits)
+            train_stage2(run, train, load(start), tokenizer, make_env,
+                         partial(policy, temperature=s.temperature), s.steps, s.batch, s.lr, s.seed, limits,
+                         G=s.group_size, p=p, stratified=s.stratified, beta=s.beta, clip=s.clip,
+                         ratio=s.ratio, updates=s.updates, watch=watch, eval_every=s.eval_every,
+                         **both_stages)
+        if s.stage in ("all", "eval"):
+            if s.rl != "none":
+                there_is(final, "stage2")
+            evaluate(run, test, load_to_sample(final), tokenizer, partial(policy, temperature=0), limits,
+                     s.goals, s.split, s.protocol, *trained_arm(s))
+
+
+def choose_tasks(split: str, limit: int) -> tuple[list[dict], list[dict]]:
+    def length(task):
+        return sum(len(tool.text) for tool in task_tools(task).values()), task["id"]
+
+    train, test = split_tasks(load_tasks(), split)
+    if limit:
+        train, test = sorted(train, key=length)[:limit], sorted(test, key=length)[:limit]
+    return train, test
+
+
+def p_of_stage2(init: str, rl: str, p: float) -> float | None:
+    """P(high). Plain GRPO has one reward token for all its rollouts: high after RCTP, else none."""
+    if rl == "rc-grpo":
+        return p
+    return 1.0 if init == "rctp" else None
+
+
+# ===== 3. Data for stage 1 ==================================================================================
+def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
+              conditioned: bool, base_policy) -> list[Trajectory]:
+    """Expert trajectories of the training tasks and, for RCTP (conditioned), as many failures.
+
+    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy, whose
+    rollouts become failures; None: all are corrupted experts."""
+    file, processes = run.folder / "data.jsonl", run.processes
+
+    def expert(task):
+        reward_token = HIGH if conditioned else None
+        return play_script(task, protocol, expert_turns(task, protocol), reward_token, tokenizer, limits)
+
+    if file.exists():
+        return read_data(file, train, conditioned, len(tokenizer), expert)
+    mine = processes.mine(train)
+    experts = [expert(task) for task in tqdm(mine, "expert trajectories", disable=processes.rank > 0)]
+    data = [t for t in experts if not t.truncated]
+    too_long = sum(processes.gather([len(experts) - len(data)]))
+    if bad := [t.group for t in data if t.reward != 1]:
+        raise SystemExit(f"experts of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
+    if conditioned:
+        fitting = {t.group for t in data}
+        tasks = [task for task in mine if task["id"] in fitting]
+        data += make_failures(run, tasks, tokenizer, protocol, limits, seed, base_policy)
+    data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
+    if not data:
+        raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens "
+                         f"{limits['max_tokens']}: raise it")
+    good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
+    run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
+            f"longer than --max-tokens: {too_long} tasks")
+    if processes.rank == 0:
+        write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
+    processes.gather([])
+    return data
+
+
+def play_script(task: dict, protocol: str, texts: list[str], reward_token, tokenizer, limits) -> Trajectory:
+    env, policy = BFCLEnv(task, protocol), scripted_policy(texts, tokenizer)
+    (trajectory,) = rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)
+    return trajectory
+
+
+def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
+                  base_policy) -> list[Trajectory]:
+    """One failure, R = 0, for each task: a rollout of the base model, or else a corrupted expert."""
+    failures, gather = {}, run.processes.gather
+    if base_policy is not None:
+        policy, envs = base_policy(), [BFCLEnv(task, protocol) for task in tasks]
+        # The base model never saw a reward token: it rolls out without one, and eq. 1 labels the rollout.
+        played = rollout(envs, [None] * len(tasks), policy, tokenizer, [task["id"] for task in tasks],
+                         **limits) if tasks else []
+        for env, t in zip(envs, played, strict=True):
+            if t.reward == 0 and any(t.mask):
+                labelled = label_by_reward(t, env.log[:2], tokenizer)
+                if len(labelled.ids) <= limits["max_tokens"]:
+                    failures[t.group] = labelled
+    from_model = len(failures)
+    rest = [task for task in tasks if task["id"] not in failures]
+    for task in tqdm(rest, "corrupted experts", disable=run.processes.rank > 0):
+        rng, turns = random.Random(f"{seed} {task['id']}"), expert_turns(task, protocol)
+        for _ in range(100):
+            t = play_script(task, protocol, corrupt_turns(task, turns, rng), LOW, tokenizer, limits)
+            if t.reward == 0 and any(t.mask):
+                failures[task["id"]] = t
+                break
+        else:
+            raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
+    run.say(f"failures: {sum(gather([from_model]))} rollouts of the base model, "
+            f"{sum(gather([len(rest)]))} corrupted experts")
+    return list(failures.values())
+
+
+# ===== 4. The two stages ====================================================================================
+def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
+    """The indices of batch number `step` when n items are shuffled anew in each pass. The last one is filled up
+    from the beginning of the pass: all batches, and so all processes' shares of them, have the same size."""
+    passed, number = divmod(step, math.ceil(n / batch))
+    order = list(range(n))
+    random.Random(f"{seed} {name} {passed}").shuffle(order)
+    return [order[(number * batch + i) % n] for i in range(batch)]
+
+
+def train_stage1(run: Run, data: list[Trajectory], model, tokenizer, epochs: int, batch: int, lr: float,
+                 seed: int, **step_settings):
+    """RCTP, or SFT where no trajectory has a reward token. step_settings: keywords of `rctp_step`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
+    steps = math.ceil(len(data) / batch) * epochs
+    for step in run.steps("stage1", steps, model, optimizer):
+        rows = run.processes.mine(batches(len(data), batch, step, seed, "stage1"))
+        trajectories = [data[row] for row in rows]
+        metrics = rctp_step(model, optimizer, trajectories, gather=run.processes.gather, **step_settings)
+        run.log("stage1", step, metrics, trajectories)
+        run.bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
+    run.finish("stage1", model, tokenizer)
+
+
+def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy, steps: int, batch: int,
+                 lr: float, seed: int, limits: dict, beta: float, G: int, watch, eval_every: int, **step_settings):
+    """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`.
+
+    watch: (model) -> metrics of test tasks, asked for before every eval_every-th step."""
+    processes = run.processes
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
+    ref_model = processes.reference(model) if beta else None  # the stage-1 model: no checkpoint is loaded yet
+    actor = processes.whole_copy(model) if processes.sharded else model
+    for step in run.steps("stage2", steps, model, optimizer):
+        if actor is not model:
+            processes.refresh(actor, model)
+        key = seed, "stage2", step, processes.rank
+        tasks = [train[i] for i in processes.mine(batches(len(train), batch, step, seed, "stage2"))]
+        reward_token_seed = seeded(processes, *key, "reward tokens").initial_seed()
+        watched = watch(actor) if step % eval_every == 0 else {}
+        with rollout_bar("rollouts", len(tasks) * G, processes) as progress:
+            metrics, trajectories = rcgrpo_step(
+                model, ref_model, optimizer, tasks, make_env,
+                policy(actor, generator=seeded(processes, *key, "sample")), tokenizer, G=G, beta=beta,
+                generator=torch.Generator().manual_seed(reward_token_seed),
+                limits={**limits, "progress": progress}, gather=processes.gather, mine=processes.mine,
+                **step_settings,
+            )
+        run.say(summary_line(step, steps, {**metrics, **watched}))
+        run.log("stage2", step, {**metrics, **watched}, trajectories)
+    run.finish("stage2", model, tokenizer)
+
+
+# ===== 5. Evaluation ========================================================================================
+def trained_arm(s) -> tuple[str, str]:
+    """(init, rl) of the model: of this run, or if nothing is trained here of the one that made --model."""
+    made = read_origin(s.model) if s.init == s.rl == "none" else None
+    return (made["init"], made["rl"]) if made else (s.init, s.rl)
+
+
+def own_reward_token(init: str, rl: str) -> str:
+    """What an arm is used under: high if it was trained under reward tokens at all."""
+    return "high" if init == "rctp" or rl == "rc-grpo" else "none"
+
+
+def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict, goals: list[str], split: str,
+             protocol: str, init: str, rl: str) -> dict:
+    """Greedy rollouts of all test tasks under each goal: eval.json, trajectories.jsonl, a table.
+
+    policy: (model) -> a greedy policy.  init, rl: the arm that made the model."""
+    lines = []
+    for goal in goals:
+        tasks = run.processes.mine(test)
+        envs = [BFCLEnv(task, protocol) for task in tasks]
+        with rollout_bar(f"evaluation, {goal}", len(tasks), run.processes) as progress:
+            played = rollout(envs, [REWARD_TOKENS[goal]] * len(tasks), policy(model), tokenizer, **limits,
+                             progress=progress) if tasks else []
+        for task, env, t in zip(tasks, envs, played, strict=True):
+            reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
+            lines.append({"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
+                          "reason": reason, "calls": env.calls, "messages": env.log})
+    lines = run.processes.gather(lines)
+    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in goals}
+    arm, own = f"{init} + {rl}", own_reward_token(init, rl)
+    if run.processes.rank == 0:
+        report = {"arm": arm, "reward_token": own, "split": split, "protocol": protocol, "goals": results}
+        write_text(run.folder / "trajectories.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(run.folder / "eval.json", json.dumps(report, indent=1) + "\n")
+    run.say("\n" + table(arm, results, own))
+    return results
+
+
+# ===== 6. Tasks and splits ==================================================================================
 import ast
 import atexit
-import copy
 import functools
-import gc
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
-import itertools
-import json
-import logging
-import math
-import os
 import pickle
-import random
 import re
-import shutil
 import subprocess
 import sys
-import traceback
-import warnings
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
-
-import tokenizers
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from tqdm import tqdm
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast,
-    Qwen2Config, Qwen2ForCausalLM,
-)
-from transformers.generation.continuous_batching.utils import WorkloadHints
-from transformers.utils import is_flash_attn_2_available
-
-from rcgrpo import (
-    HIGH, LOW, Trajectory, add_reward_tokens, chat_format, context_length, model_policy, rcgrpo_step, rctp_step, rollout,
-    scripted_policy, weights_version,
-)
 
 BFCL_VERSION = "2026.3.23"
 CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
@@ -75,330 +417,6 @@ CALL_SECONDS = 2  # CPU seconds of a call that might never end (B3)
 CALL_BYTES = 2**30  # and its memory
 
 
-# ===== 1. Settings ==========================================================================================
-NOT_SETTINGS = {"out", "resume", "stage", "plan", "smoke", "tokenizer", "goals", "checkpoint_every"}  # may change in a run
-
-
-def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def add(flag, default, text, **kwargs):
-        kind = {} if "choices" in kwargs or "action" in kwargs else {"type": type(default) if default is not None else int}
-        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **kind, **kwargs)
-
-    add("--model", "Qwen/Qwen2.5-7B-Instruct", "any causal LM with a chat template: hub name or folder")
-    add("--init", "rctp", "stage 1: reward-conditioned, on experts alone, or none", choices=["rctp", "sft", "none"])
-    add("--rl", "rc-grpo", "stage 2: a mark for each rollout, plain GRPO, or none", choices=["rc-grpo", "grpo", "none"])
-    add("--split", "grouped", "train/test split: without leak, or the paper's", choices=["grouped", "paper"])
-    add("--protocol", "combined", "the paper's single prompt, or the leaderboard's turns", choices=["combined", "turns"])
-    add("--failures", "rollout", "failures for RCTP: of the base model, topped up by corrupted experts; or only those",
-        choices=["rollout", "corrupt"])
-    add("--out", "runs/bfcl", "folder of the run")
-    add("--stage", "all", "run one stage alone; what earlier ones left in --out is picked up",
-        choices=["all", "data", "stage1", "stage2", "eval"])
-    parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
-    add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
-    add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
-    add("--smoke", False, "every stage of every arm on a tiny random model; needs no GPU", action="store_true")
-    add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
-    add("--seed", 0, "seed of everything random")
-    add("--stage1-lr", 1e-5, "learning rate of stage 1")
-    add("--stage1-batch", 16, "trajectories per step of stage 1")
-    parser.add_argument("--epochs", type=int, help="passes over the data in stage 1 (default: the paper's, 5 for rctp, 2 for sft)")
-    add("--lr", 1e-6, "learning rate of stage 2")
-    parser.add_argument("--batch", type=int, help="tasks per step of stage 2 (default: the paper's, 256 for rc-grpo, 64 for grpo)")
-    add("--steps", 400, "steps of stage 2")
-    add("--group-size", 5, "G, rollouts per task")
-    add("--p-high", 0.5, "p, probability of the high mark")
-    add("--stratified", False, "exactly round(pG) high marks in every group", action="store_true")
-    add("--beta", 0.1, "weight of the KL to the stage-1 model")
-    add("--clip", 0.2, "clip range of the ratio")
-    add("--ratio", "token", "one rho per token or per trajectory", choices=["token", "trajectory"])
-    add("--temperature", 1.0, "of the rollouts in stage 2")
-    add("--failure-temperature", 0.7, "of the rollouts of the base model that become failures")
-    add("--max-grad-norm", 1.0, "gradient clipping")
-    add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
-    add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
-    add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
-    add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
-    add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
-        choices=["auto", "plain", "continuous"])
-    add("--tokens-per-pass", 24576, "tokens of one forward and backward pass in training")
-    add("--checkpoint-every", 10, "steps between checkpoints")
-    add("--eval-every", 25, "steps of stage 2 between evaluations on 40 fixed test tasks")
-    add("--offload", False, "weights, gradients and moments in the host's memory: one GPU for a large model, slowly",
-        action="store_true")
-    add("--gpu", "h100", "the GPU that --plan estimates hours for", choices=list(GPUS))
-    parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
-    args = parser.parse_args(argv)
-    args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
-    args.batch = {"rc-grpo": 256, "grpo": 64, "none": 1}[args.rl] if args.batch is None else args.batch
-    args.goals = list(dict.fromkeys(args.goals))
-    for name, value in vars(args).items():
-        if type(value) is int and name not in ("seed", "limit") and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-        if type(value) is float and not value > 0 and name not in ("p_high", "beta", "failure_temperature"):
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if not 0 <= args.p_high <= 1 or args.beta < 0 or args.failure_temperature < 0 or args.limit < 0:
-        parser.error("--p-high must be between 0 and 1; --beta, --failure-temperature and --limit not negative")
-    return args
-
-
-# ===== 2. The pipeline ======================================================================================
-def pipeline(args, processes: Processes):
-    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already."""
-    train, test = choose_tasks(args)
-    args.tokenizer = load_tokenizer(args.stage1 or args.model)
-    chat_format(args.tokenizer)  # a template that cannot work says so now
-    add_reward_tokens(args.tokenizer)
-    shares = {"--stage1-batch": args.stage1_batch if args.init != "none" else 0, "--batch": args.batch if args.rl != "none" else 0}
-    if uneven := [f"{flag} {n}" for flag, n in shares.items() if n % processes.size]:
-        raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
-    run = Run(args, processes)
-    if processes.rank == 0 and not args.smoke:
-        plan(args, args.tokenizer, train, test, processes.size, processes.cuda, memory_there(processes))
-    processes.gather([])
-
-    load = lambda path: load_model(path, args.tokenizer, processes, checkpointing=processes.cuda)
-    start = Path(args.stage1) if args.stage1 else run.folder / "stage1" if args.init != "none" else None
-    if args.init != "none" and not args.stage1 and args.stage in ("all", "data", "stage1") and not start.exists():
-        data = make_data(args, run, train, lambda: load(args.model))
-        if args.stage != "data":
-            train_stage1(args, run, data, load(args.model))
-    if args.stage == "data":
-        return
-    start = start or Path(args.model)
-    if args.init != "none" and not start.exists():
-        raise SystemExit(f"there is no stage-1 model in {start}: run --stage stage1 first, or give --stage1 DIR")
-    final = run.folder / "model"
-    if args.rl != "none" and args.stage in ("all", "stage2") and not final.exists():
-        train_stage2(args, run, train, load(str(start)))
-    if args.stage in ("all", "eval"):
-        if args.rl != "none" and not final.exists():
-            raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
-        model = load(str(start if args.rl == "none" else final))
-        evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
-    if run.board:
-        run.board.close()
-
-
-def choose_tasks(args) -> tuple[list[dict], list[dict]]:
-    train, test = split_tasks(load_tasks(), args.split)
-    if args.limit:
-        length = lambda task: (sum(len(tool.text) for tool in task_tools(task).values()), task["id"])
-        train, test = sorted(train, key=length)[:args.limit], sorted(test, key=length)[:args.limit]
-    return train, test
-
-
-# ===== 3. Data for stage 1 ==================================================================================
-def make_data(args, run: Run, train: list[dict], load) -> list[Trajectory]:
-    """Expert trajectories of the training tasks, and for RCTP as many failures (1:1), all with real observations.
-
-    Kept in data.jsonl and read from there the next time. `load` gives the base model when failures are its rollouts."""
-    file = run.folder / "data.jsonl"
-    if not file.exists():
-        mark, processes = HIGH if args.init == "rctp" else None, run.processes
-        experts = [play_script(task, expert_turns(task, args.protocol), mark, args)
-                   for task in tqdm(processes.mine(train), desc="expert trajectories", disable=processes.rank > 0)]
-        data = [t for t in experts if not t.truncated]
-        too_long = sum(processes.gather([len(experts) - len(data)]))
-        if bad := [t.group for t in data if t.reward != 1]:
-            raise SystemExit(f"expert trajectories of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
-        if args.init == "rctp":
-            data += make_failures(args, run, {t.group for t in data}, train, load)
-        data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
-        if not data:
-            raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens {args.max_tokens}: raise it")
-        run.say(f"data: {sum(t.reward == 1 for t in data)} expert and {sum(t.reward == 0 for t in data)} failure trajectories, "
-                f"{sum(len(t.ids) for t in data):,} tokens; left out, longer than --max-tokens: {too_long} tasks")
-        if processes.rank == 0:
-            write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
-        processes.gather([])
-    return [Trajectory(**json.loads(line)) for line in file.read_text().splitlines()]
-
-
-def play_script(task: dict, texts: list[str], mark, args) -> Trajectory:
-    policy = scripted_policy(texts, args.tokenizer)
-    (trajectory,) = rollout([BFCLEnv(task, args.protocol)], [mark], policy, args.tokenizer, [task["id"]],
-                            args.max_turns, args.max_tokens)
-    return trajectory
-
-
-def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[Trajectory]:
-    """One failure, R = 0, for every task in `wanted`: a rollout of the base model (--failures rollout), or a corrupted
-    expert where the model gives none."""
-    failures, tasks = {}, [task for task in train if task["id"] in wanted]
-    if args.failures == "rollout":
-        model = run.processes.whole_copy(load()) if run.processes.sharded else load()
-        policy = make_policy(model, args.tokenizer, args.failure_temperature, args.sampler, args.max_new_tokens,
-                             args.rollout_tokens, seeded(run.processes, args.seed, "failures", run.processes.rank))
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
-        for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
-                                        args.max_turns, args.max_tokens) if tasks else []):
-            if t.reward == 0 and any(t.mask):
-                failures[t.group] = marked(t, env, LOW, args)
-    from_model = len(failures)
-    for task in tqdm([task for task in tasks if task["id"] not in failures], desc="corrupted experts",
-                     disable=run.processes.rank > 0):
-        rng = random.Random(f"{args.seed} {task['id']}")
-        for _ in range(100):
-            t = play_script(task, corrupt_turns(task, expert_turns(task, args.protocol), rng), LOW, args)
-            if t.reward == 0 and any(t.mask):
-                failures[task["id"]] = t
-                break
-        else:
-            raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
-    run.say(f"failures: {sum(run.processes.gather([from_model]))} rollouts of the base model, "
-            f"{sum(run.processes.gather([len(failures) - from_model]))} corrupted experts")
-    return list(failures.values())
-
-
-def marked(trajectory: Trajectory, env: BFCLEnv, mark: str, args) -> Trajectory:
-    """The same actions and observations, id by id, behind a prompt that carries the mark."""
-    prompt = chat_format(args.tokenizer).prompt(env.log[:2], mark)
-    start = trajectory.mask.index(1)
-    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=[0] * len(prompt) + trajectory.mask[start:],
-                   reward_token=mark)
-
-
-# ===== 4. The two stages ====================================================================================
-def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last batch of a pass is filled
-    up from its beginning: all batches, and so all processes' shares of them, have the same size."""
-    passed, number = divmod(step, math.ceil(n / batch))
-    order = list(range(n))
-    random.Random(f"{seed} {name} {passed}").shuffle(order)
-    return [order[(number * batch + i) % n] for i in range(batch)]
-
-
-def train_stage1(args, run: Run, data: list[Trajectory], model):
-    optimizer = torch.optim.AdamW(model.parameters(), args.stage1_lr, weight_decay=0)
-    steps = math.ceil(len(data) / args.stage1_batch) * args.epochs
-    done = run.resume("stage1", model, optimizer, args.resume)
-    run.forget_after("stage1", done)
-    bar = tqdm(range(done, steps), desc="stage 1", initial=done, total=steps, disable=run.processes.rank > 0)
-    for step in bar:
-        rows = run.processes.mine(batches(len(data), args.stage1_batch, step, args.seed, "stage1"))
-        metrics = rctp_step(model, optimizer, [data[row] for row in rows], args.rows_per_pass, args.max_grad_norm,
-                            run.processes.gather)
-        run.log("stage1", step, metrics)
-        bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
-        watch_skips(run, "stage1", step, metrics, [data[row] for row in rows])
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < steps:
-            run.save("stage1", step + 1, model, optimizer)
-    run.finish("stage1", model, args.tokenizer)
-
-
-def train_stage2(args, run: Run, train: list[dict], model):
-    processes, p = run.processes, {"rc-grpo": args.p_high, "grpo": 1.0 if args.init == "rctp" else None}[args.rl]
-    ref_model = processes.reference(model)
-    actor = processes.whole_copy(model) if processes.sharded else model
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
-    done = run.resume("stage2", model, optimizer, args.resume)
-    run.forget_after("stage2", done)
-    bar = tqdm(range(done, args.steps), desc="stage 2", initial=done, total=args.steps, disable=processes.rank > 0)
-    for step in bar:
-        if actor is not model:
-            processes.refresh(actor, model)
-        key = (args.seed, "stage2", step, processes.rank)
-        tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
-        policy = make_policy(actor, args.tokenizer, args.temperature, args.sampler, args.max_new_tokens,
-                             args.rollout_tokens, seeded(processes, *key, "sample"))
-        limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
-                  "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
-        metrics, trajectories = rcgrpo_step(
-            model, ref_model, optimizer, tasks, lambda task: BFCLEnv(task, args.protocol), policy, args.tokenizer,
-            G=args.group_size, p=p, stratified=args.stratified,
-            generator=torch.Generator().manual_seed(seeded(processes, *key, "marks").initial_seed()),
-            limits=limits, gather=processes.gather, temperature=args.temperature, clip=args.clip, beta=args.beta,
-            ratio=args.ratio, groups_per_pass=args.groups_per_pass, max_grad_norm=args.max_grad_norm,
-        )
-        run.log("stage2", step, metrics)
-        run.say(summary_line(step, args.steps, metrics))
-        watch_skips(run, "stage2", step, metrics, trajectories)
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < args.steps:
-            run.save("stage2", step + 1, model, optimizer)
-    run.finish("stage2", model, args.tokenizer)
-
-
-def summary_line(step: int, steps: int, m: dict) -> str:
-    number = lambda value: "-" if value is None else f"{value:.3f}"
-    return (f"step {step + 1}/{steps}  reward {number(m['reward'])} (high {number(m['reward_high'])} low "
-            f"{number(m['reward_low'])})  sigma_g {number(m['sigma'])}  zero {m['zero_std']:.0%}  entropy "
-            f"{number(m['entropy'])}  KL {number(m['kl'])}  grad {number(m['grad_norm'])}  truncated {m['truncated']:.0%}  "
-            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
-
-
-def watch_skips(run: Run, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
-    """One non-finite gradient is skipped; three in a row end the run, with the batch and the numbers kept to look at."""
-    run.skips = run.skips + 1 if metrics["skipped"] else 0
-    if metrics["skipped"]:
-        run.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}); step skipped")
-    if run.skips == 3:
-        file = run.folder / f"non-finite-{stage}-{step}-rank{run.processes.rank}.jsonl"
-        write_text(file, "".join(json.dumps(line) + "\n" for line in [metrics, *map(vars, trajectories)]))
-        raise SystemExit(f"three steps in a row had a non-finite gradient: stopped. The last batch is in {file}")
-
-
-# ===== 5. Evaluation ========================================================================================
-def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval for k successes of n."""
-    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
-    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
-
-
-def evaluate(args, run: Run, test: list[dict], model):
-    """Greedy rollouts of the test tasks for each goal; eval.json, trajectories.jsonl, and a table."""
-    lines = []
-    for goal in args.goals:
-        tasks = run.processes.mine(test)
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = make_policy(model, args.tokenizer, 0, args.sampler, args.max_new_tokens, args.rollout_tokens)
-        with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
-            played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
-                             progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
-        lines += [{"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
-                   "reason": "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason,
-                   "calls": env.calls, "messages": env.log} for task, env, t in zip(tasks, envs, played)]
-    lines = run.processes.gather(lines)
-    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in args.goals}
-    if run.processes.rank == 0:
-        write_text(run.folder / "trajectories.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        write_text(run.folder / "eval.json", json.dumps({"arm": arm(args), "split": args.split, "protocol": args.protocol,
-                                                         "goals": results}, indent=1) + "\n")
-    run.say("\n" + table(arm(args), results))
-    return results
-
-
-def tally(lines: list[dict]) -> dict:
-    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
-    of = {category: [line for line in lines if f"multi_turn_{category}_" in line["id"]] for category in CATEGORIES}
-    counts = {name: (sum(line["reward"] == 1 for line in part), len(part)) for name, part in
-              {"overall": lines, **of}.items() if part}
-    return {name: {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)} for name, (k, n) in counts.items()}
-
-
-def table(name: str, results: dict) -> str:
-    """The paper's columns; k/n beside each percentage, because n is small."""
-    rows = [["arm", "goal", "overall", "95 % interval", *CATEGORIES]]
-    for goal, tallied in results.items():
-        low, high = tallied["overall"]["wilson95"]
-        cell = lambda c: f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
-        rows.append([name, goal, cell(tallied["overall"]), f"{100 * low:.1f} - {100 * high:.1f}",
-                     *(cell(tallied.get(category)) for category in CATEGORIES)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
-
-
-GOALS = {"high": HIGH, "low": LOW, "none": None}
-
-
-def arm(args) -> str:
-    return f"{args.init} + {args.rl}"
-
-
-# ===== 6. Tasks and splits ==================================================================================
 def bfcl_data():
     """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is missing or another version."""
     try:
@@ -830,7 +848,9 @@ class BFCLEnv:
     def _open_turn(self) -> dict:
         """The user message that opens the episode (combined) or the current turn; for a turn that brings late tools
         it is their docs and the benchmark's fixed sentence (B9)."""
-        from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE
+        from bfcl_eval.constants.default_prompts import (
+            DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE,
+        )
         if self.protocol == "combined":
             requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func has an empty turn
             steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
@@ -964,6 +984,43 @@ def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
 
 
 # ===== 13. Many processes ===================================================================================
+import copy
+import fcntl
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import traceback
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+
+import tokenizers
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import is_flash_attn_2_available
+
+from rcgrpo import add_reward_tokens, chat_format, context_length, model_policy, weights_version
+
+
 # Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the
 # model is not sharded, and rollouts use the model itself.
 class Processes:
@@ -1065,7 +1122,7 @@ class Processes:
 
     def reference(self, model):
         """pi_ref: a frozen copy, sharded where there are others to share it with."""
-        copied = self.whole_copy(model)
+        copied = self.whole_copy(model) if self.sharded else copy.deepcopy(model).requires_grad_(False)
         return self.shard(copied) if self.size > 1 else copied
 
     @torch.no_grad()
@@ -1087,27 +1144,30 @@ class Processes:
 def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load a tokenizer from {path!r}: {error}\nGive --model the name of a model "
-                         "on the Hugging Face hub or a folder with config.json, weights, tokenizer.") from None
+    except Exception as error:  # a damaged file fails in many ways
+        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the Hugging Face hub or a folder "
+                         f"with config.json, weights and tokenizer: {first_line(error)}") from None
+
 
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
-    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), then reward tokens, then shards."""
+    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), reward tokens, then shards: in this order."""
     gc.collect()  # a sharded model of an earlier stage is part of reference cycles
     if processes.cuda:
         torch.cuda.empty_cache()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load a model from {path!r}: {error}") from None
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # a damaged file fails in many ways
+        raise SystemExit(f"cannot load a model from {path!r}: {first_line(error)}") from None
+    if report["missing_keys"]:
+        raise SystemExit(f"cannot load a model from {path!r}: no weights for {', '.join(sorted(report['missing_keys'])[:3])}")
     add_reward_tokens(tokenizer, model)
     if checkpointing:
         model.activation_checkpointing_enable()
     return processes.shard(model)
 
 
-def save_model(model, tokenizer, folder: Path, processes: Processes):
+def save_model(model, tokenizer, folder: Path, processes: Processes, origin: dict):
     """A Hugging Face checkpoint, complete or absent: written beside its name and renamed."""
     dtype = processes.compute_dtype()
     state = {name: tensor.to(dtype) for name, tensor in processes.full_state(model).items()}
@@ -1118,6 +1178,7 @@ def save_model(model, tokenizer, folder: Path, processes: Processes):
         config = json.loads((part / "config.json").read_text())  # names the type of the master weights
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_text(part / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(part / "rcgrpo.json", json.dumps(origin, indent=2) + "\n")
 
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
@@ -1203,12 +1264,12 @@ class ContinuousPolicy:
             self.model.train(self.training)
 
 
-def evaluate_some(processes: Processes, tasks, make_env, policy, tokenizer, reward_token, limits) -> dict:
-    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. Only to be
-    watched: the best checkpoint by it would be selected on the test tasks."""
+def evaluate_some(processes: Processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
+    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. Only to be watched:
+    the best checkpoint by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
     mine = processes.mine(tasks)
     envs = [make_env(task) for task in mine]
-    played = rollout(envs, [reward_token] * len(mine), policy, tokenizer, **limits) if mine else []
+    played = rollout(envs, [reward_token] * len(mine), policy(model), tokenizer, **limits) if mine else []
     k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
     low, high = wilson(k, len(tasks))
     return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
@@ -1254,65 +1315,132 @@ def write_folder(folder: Path, write, processes: Processes):
 
 
 class Run:
-    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json, ..."""
+    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json, ...
 
-    def __init__(self, args, processes: Processes):
-        self.folder, self.processes = Path(args.out), processes
+    A folder belongs to one run at a time, and to one set of settings. Leave it with `close` (or use `with`)."""
+
+    def __init__(self, folder, settings: dict, processes: Processes, resume: bool = False, checkpoint_every: int = 10):
+        self.folder, self.settings, self.processes = Path(folder), settings, processes
+        self.wanted, self.checkpoint_every = resume, checkpoint_every
         self.checkpoints = self.folder / "checkpoints"
-        self.settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
         self.skips = 0  # steps skipped in a row
-        self._check_settings()
-        self.board = self._tensorboard()
+        self.lock = self.board = self.bar = None
+        refusal = ""
+        if processes.rank == 0:
+            try:
+                self._claim()
+            except SystemExit as error:
+                refusal = str(error)
+        if refusal := "".join(processes.gather([refusal])):
+            self.close()
+            raise SystemExit(refusal if processes.rank == 0 else 1)
 
-    def _check_settings(self):
-        """A folder belongs to one set of settings."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        for held in (self.lock, self.board):
+            if held:
+                held.close()
+
+    def _claim(self):
+        """Lock the folder, check what is in it, and tidy up after a run that was killed."""
+        self.lock = lock_folder(self.folder)
         file = self.folder / "config.json"
         if file.exists():
-            before = json.loads(file.read_text())
-            changed = [f"--{n.replace('_', '-')} was {before.get(n)!r}, now {v!r}" for n, v in self.settings.items()
-                       if before.get(n) != v]
+            before = read_object(file, f"move {self.folder} away, or choose another --out")
+            changed = [f"--{name.replace('_', '-')} was {before.get(name)!r}, now {value!r}"
+                       for name, value in self.settings.items() if before.get(name) != value]
             if changed:
-                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}.\nChoose another "
-                                 "--out, or repeat the settings of that run.")
-        self.processes.gather([])  # nobody writes before everybody has looked
-        if self.processes.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(self.settings, indent=1) + "\n")
+                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
+                                 "Choose another --out, or repeat the settings of that run.")
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            self._steps_in(name)
+        for part in [*self.folder.glob(".*.part"), *self.checkpoints.glob(".*.part")]:
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        for stage, name in STAGE_FOLDER.items():
+            if (self.folder / name).exists():
+                self._remove_checkpoints(stage)
+        write_text(file, json.dumps(self.settings, indent=1) + "\n")
 
-    def _tensorboard(self):
+    def _steps_in(self, name: str) -> list[dict]:
+        """The lines of a metrics file, without a last one that is cut. A foreign line ends the run."""
+        places = [(-1, -1)]
+
+        def problem(line):
+            stage, step = line["stage"], line["step"]
+            if stage not in STAGES or type(step) is not int:
+                return "not a line of metrics"
+            places.append((STAGES.index(stage), step))
+            if places[-1] <= places[-2]:
+                return "a step that was there before"
+
+        return read_json_lines(self.folder / name, problem, "remove the line", drop_cut=True)
+
+    def steps(self, stage: str, steps: int, model, optimizer):
+        """The steps that are left to do, with a progress bar; checkpoints in between."""
+        done = self.resume(stage, model, optimizer, self.wanted)
+        self._forget_after(stage, done)
+        self.bar = tqdm(range(done, steps), stage, initial=done, total=steps, disable=self.processes.rank > 0)
+        for step in self.bar:
+            yield step
+            if (step + 1) % self.checkpoint_every == 0 and step + 1 < steps:
+                self.save(stage, step + 1, model, optimizer)
+
+    def log(self, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
+        """One line in metrics.jsonl, the same whenever the run is repeated (clocks: in timings.jsonl).
+
+        A gradient that is not finite was skipped; three in a row end the run, and the batch is kept."""
+        if self.processes.rank == 0:
+            clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
+            for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
+                                 ("timings.jsonl", clock)):
+                with open(self.folder / file, "a") as lines:
+                    lines.write(json_line({"stage": stage, "step": step, **values}))
+            self._show(stage, step, metrics)
+        self.skips = self.skips + 1 if metrics["skipped"] else 0
+        if self.skips:
+            self.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}): skipped")
+        if self.skips == 3:
+            file = self.folder / f"non-finite-{stage}-{step}-rank{self.processes.rank}.jsonl"
+            write_text(file, "".join(json_line(line) for line in [metrics, *map(vars, trajectories)]))
+            raise SystemExit("stopped: three steps in a row had a gradient that is not finite; the last batch is "
+                             f"in {file}")
+
+    def _forget_after(self, stage: str, done: int):
+        """Drop the lines written after the last checkpoint; count the steps skipped just before it."""
+        self.skips = 0
+        if self.processes.rank == 0:
+            for name in ("metrics.jsonl", "timings.jsonl"):
+                lines = [line for line in self._steps_in(name)
+                         if line["stage"] != stage or line["step"] < done]
+                write_text(self.folder / name, "".join(map(json_line, lines)))
+            self._open_board()
+            for line in self._steps_in("metrics.jsonl"):
+                self.skips = self.skips + 1 if line["stage"] == stage and line.get("skipped") else 0
+        (self.skips,) = self.processes.gather([self.skips] if self.processes.rank == 0 else [])
+
+    def _open_board(self):
+        """TensorBoard shows what metrics.jsonl holds. Its folder is made anew: no point is there twice."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            return None
-        return SummaryWriter(str(self.folder / "tensorboard")) if self.processes.rank == 0 else None
-
-    def log(self, stage: str, step: int, metrics: dict):
-        """One line in metrics.jsonl, the same in every repetition of the run, and what a clock says in timings.jsonl."""
-        if self.processes.rank:
             return
-        clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
-        for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
-                             ("timings.jsonl", clock)):
-            with open(self.folder / file, "a") as lines:
-                lines.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
+        if self.board:
+            self.board.close()
+        shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
+        self.board = SummaryWriter(str(self.folder / "tensorboard"))
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            for line in self._steps_in(name):
+                self._show(line.pop("stage"), line.pop("step"), line)
+
+    def _show(self, stage: str, step: int, metrics: dict):
         for name, value in metrics.items() if self.board else ():
-            if value is not None:
+            if isinstance(value, (int, float)) and math.isfinite(value):
                 self.board.add_scalar(f"{stage}/{name}", value, step)
-
-    def forget_after(self, stage: str, step: int):
-        """Drop the lines that a run wrote after its last checkpoint, and a last line cut in the middle."""
-        if self.processes.rank:
-            return
-        for file in ("metrics.jsonl", "timings.jsonl"):
-            kept = []
-            for line in read_text(self.folder / file).splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue
-                if STAGES.index(entry["stage"]) < STAGES.index(stage) or entry["stage"] == stage and entry["step"] < step:
-                    kept.append(line + "\n")
-            write_text(self.folder / file, "".join(kept))
 
     def save(self, stage: str, step: int, model, optimizer):
         """Checkpoint "`step` steps are done". Every process writes its shards; older ones but the last go."""
@@ -1336,9 +1464,9 @@ class Run:
         for folder in folders:
             saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
             if not error:
-                load = functools.partial(checkpoint.load, checkpoint_id=folder, **self.processes.together())
+                load = partial(checkpoint.load, checkpoint_id=folder, **self.processes.together())
                 state = training_state(model, optimizer, saved.state_dict_metadata)
-                _, error = self.processes.attempt(functools.partial(load, state))
+                _, error = self.processes.attempt(partial(load, state))
             if not error:
                 return int(folder.name.rsplit("-", 1)[1])
             self.say(f"{folder} cannot be read ({error.splitlines()[0]}); trying the one before it")
@@ -1347,11 +1475,17 @@ class Run:
         return 0
 
     def finish(self, stage: str, model, tokenizer):
-        """The stage's model, then no more need for its checkpoints."""
-        save_model(model, tokenizer, self.folder / STAGE_FOLDER[stage], self.processes)
+        """The stage's model with a record of how it was made, then no more need for its checkpoints."""
+        origin = {name: self.settings[name] for name in ORIGIN}
+        if stage == "stage1":
+            origin["rl"] = "none"
+        save_model(model, tokenizer, self.folder / STAGE_FOLDER[stage], self.processes, origin)
         if self.processes.rank == 0:
-            for old in self.checkpoints.glob(f"{stage}-*"):
-                shutil.rmtree(old)
+            self._remove_checkpoints(stage)
+
+    def _remove_checkpoints(self, stage: str):
+        for old in self.checkpoints.glob(f"{stage}-*"):
+            shutil.rmtree(old)
 
     def say(self, text: str):
         if self.processes.rank == 0:
@@ -1385,10 +1519,35 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 STAGES = ["stage1", "stage2"]
 STAGE_FOLDER = {"stage1": "stage1", "stage2": "model"}
+ORIGIN = ("init", "rl", "split", "protocol", "model", "limit", "seed")  # in rcgrpo.json beside a model
 
+
+def lock_folder(folder: Path):
+    """Make the folder and lock it for this process. However the process ends, the kernel then unlocks it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")
+    except OSError as error:
+        raise SystemExit(f"--out {folder} cannot be used: {type(error).__name__}: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        if isinstance(error, BlockingIOError):
+            error = "another process is at work there: wait for its end, or choose another"
+        raise SystemExit(f"--out {folder} cannot be locked: {error}") from None
+    return lock
+
+
+def there_is(folder: Path, stage: str):
+    if not folder.exists():
+        raise SystemExit(f"there is no {stage} model in {folder}: run --stage {stage} first")
+
+
+# ----- files that are read back
 
 def read_text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def write_text(path: Path, text: str):
@@ -1396,6 +1555,194 @@ def write_text(path: Path, text: str):
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
+
+
+def json_line(values: dict) -> str:
+    """One line of JSON, which knows no NaN: null instead."""
+    finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_object(path: Path, remedy: str) -> dict:
+    """The JSON object in a file. SystemExit if there is none."""
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"{path} is damaged ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise SystemExit(f"{path} is damaged (it must hold an object): {remedy}")
+    return value
+
+
+def read_json_lines(path: Path, problem, remedy: str, drop_cut: bool = False) -> list:
+    """The objects of a file, one in each line. SystemExit where one cannot be read, or has a problem(value).
+
+    drop_cut: a last line without its end was being written when a run was killed; it does not count."""
+    *lines, last = read_text(path).split("\n")
+    if last and not drop_cut:
+        lines.append(last)
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            wrong = problem(value)
+        except KeyError as error:
+            wrong = f"there is no {error}"
+        except (TypeError, ValueError, RecursionError) as error:
+            wrong = str(error)
+        if wrong:
+            raise SystemExit(f"{path}, line {number}: {wrong}; {remedy}")
+        values.append(value)
+    return values
+
+
+def read_data(path: Path, train: list[dict], conditioned: bool, vocabulary: int, expert) -> list[Trajectory]:
+    """The trajectories in data.jsonl, none missing: a task without any must be too long for its expert."""
+    pairs = {(HIGH, 1.0), (LOW, 0.0)} if conditioned else {(None, 1.0)}
+    missing = {(task["id"], *pair) for task in train for pair in pairs}
+    remedy = "delete the file, and the data are made again"
+
+    def problem(line):
+        t = Trajectory(**line)
+        if not len(t.ids) == len(t.mask) or not set(t.mask) == {0, 1} or t.mask[0]:
+            return "ids and mask do not fit"
+        if not all(type(token) is int and 0 <= token < vocabulary for token in t.ids):
+            return "ids that the tokenizer does not have"
+        trajectory = t.group, t.reward_token, t.reward
+        if trajectory not in missing:
+            return f"no trajectory of this run, or one twice: {trajectory}"
+        missing.remove(trajectory)
+
+    data = [Trajectory(**line) for line in read_json_lines(path, problem, remedy)]
+    for task in train:
+        gone = [pair for pair in pairs if (task["id"], *pair) in missing]
+        if gone and (len(gone) < len(pairs) or not expert(task).truncated):
+            raise SystemExit(f"{path} is cut after line {len(data)}: {task['id']} is missing; {remedy}")
+    return data
+
+
+# ----- what is printed
+
+def summary_line(step: int, steps: int, m: dict) -> str:
+    def show(name):
+        return "-" if m[name] is None else f"{m[name]:.3f}"
+
+    return (f"step {step + 1}/{steps}  reward {show('reward')} (high {show('reward_high')} low "
+            f"{show('reward_low')})  sigma_g {show('sigma')}  zero {m['zero_std']:.0%}  "
+            f"entropy {show('entropy')}  KL {show('kl')}  grad {show('grad_norm')}  truncated {m['truncated']:.0%}  "
+            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s"
+            + (f"  test {m['test_success']:.0%} before it" if "test_success" in m else ""))
+
+
+def tally(lines: list[dict]) -> dict:
+    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
+    tallied = {}
+    for name in ("overall", *CATEGORIES):
+        rewards = [line["reward"] for line in lines if name == "overall" or f"turn_{name}_" in line["id"]]
+        if rewards:
+            k, n = sum(reward == 1 for reward in rewards), len(rewards)
+            tallied[name] = {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)}
+    return tallied
+
+
+def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval for k successes of n."""
+    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
+    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
+
+
+def table(arm: str, results: dict, own: str) -> str:
+    """The paper's columns, k/n beside each percentage, as n is small; a star: the arm's own reward token."""
+    def cell(c):
+        return f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
+
+    rows = [["arm", "reward token", "overall", "95 % interval", *CATEGORIES]]
+    for goal, tallied in results.items():
+        low, high = tallied["overall"]["wilson95"]
+        interval = f"{100 * low:.1f} - {100 * high:.1f}"
+        rows.append([arm, goal + " *" * (goal == own), cell(tallied["overall"]), interval,
+                     *(cell(tallied.get(category)) for category in CATEGORIES)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    absent = "" if own in results else "; not among --goals"
+    return "\n".join([*lines, f"* the reward token that this arm is trained to be used under: {own}{absent}"])
+
+
+# ----- what is checked before --out is claimed
+
+def check_everything(s, processes: int):
+    """Refuse, in one line, what would fail later. Returns the tokenizer, with the reward tokens."""
+    for flag, batch, arm in (("--stage1-batch", s.stage1_batch, s.init), ("--batch", s.batch, s.rl)):
+        if arm != "none" and batch % processes:
+            raise SystemExit(f"{flag} {batch} cannot be shared evenly by {processes} processes")
+    check_origin(s)
+    source = s.stage1 or s.model
+    tokenizer = load_tokenizer(source)
+    try:
+        chat_format(tokenizer)
+        add_reward_tokens(tokenizer)
+        chat_format(tokenizer)  # once more: now it has to find the reward tokens
+    except Exception as error:  # whatever a foreign tokenizer and its template may raise
+        raise SystemExit(f"the tokenizer of {source} cannot be used: {first_line(error)}") from None
+    check_model(source, len(tokenizer), s.max_tokens, reward_tokens=bool(s.stage1 and s.init == "rctp"))
+    return tokenizer
+
+
+def check_model(source: str, vocabulary: int, max_tokens: int, reward_tokens: bool):
+    """reward_tokens: the model must have been trained under them."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:
+        raise SystemExit(f"cannot load a model from {source!r}: {first_line(error)}") from None
+    if config.get_text_config() is not config:
+        raise SystemExit(f"{source} ({config.model_type}) is more than a language model: take one of text")
+    numbers = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if lacking := [name for name in numbers if not isinstance(getattr(config, name, None), int)]:
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: no {', '.join(lacking)}")
+    if max_tokens > context_length(config):
+        raise SystemExit(f"{source} cannot read --max-tokens {max_tokens}: give --max-tokens "
+                         f"{context_length(config)} or less")
+    if reward_tokens and not getattr(config, "reward_token_ids", None):
+        raise SystemExit(f"--stage1 {source} never saw reward tokens, and --init rctp needs a model that did")
+    try:
+        with torch.device("meta"):  # shapes only
+            model = AutoModelForCausalLM.from_config(config)
+            if vocabulary > model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(vocabulary, pad_to_multiple_of=64, mean_resizing=False)
+            model.get_decoder().layers, model.get_output_embeddings().weight
+    except Exception as error:
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: {first_line(error)}") from None
+
+
+def read_origin(source: str) -> dict | None:
+    """How a run of this script made the model in this folder; None if it is from elsewhere."""
+    file = Path(source) / "rcgrpo.json"
+    if not file.is_file():
+        return None
+    origin = read_object(file, "train it again, or delete this file if you know where the model is from")
+    if not set(ORIGIN) <= origin.keys():
+        raise SystemExit(f"{file} is damaged (it must hold {', '.join(ORIGIN)}): train the model again")
+    return origin
+
+
+def check_origin(s):
+    """A model that a run of this script made must be what the settings say that it is."""
+    source = s.stage1 or s.model
+    if origin := read_origin(source):
+        asked = {"split": s.split}  # on another split it may have seen the test tasks
+        if s.stage1:
+            asked |= {"init": s.init, "rl": "none", "model": s.model}
+        wrong = [f"--{name} {origin[name]}, not {value}" for name, value in asked.items()
+                 if origin[name] != value]
+        if wrong:
+            raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 # ===== 16. The plan =========================================================================================
@@ -1612,25 +1959,54 @@ def memory_there(processes: Processes) -> int:
 
 
 # ===== 17. A tiny run of everything =========================================================================
-SMOKE = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 --max-new-tokens 24 --max-tokens 8192 "
-         "--checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
-SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+SMOKE = ("--out runs/smoke --limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 "
+         "--max-new-tokens 24 --max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
+SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
+                  "{% endfor %}"
                   "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
 
 
-def smoke(out: Path, processes: Processes):
-    """Every stage of every arm, with real tasks, observations and rewards; only the model is tiny and knows nothing."""
-    base = out / "base"
-    write_folder(base, lambda part: make_tiny_model(part) if processes.rank == 0 else None, processes)
-    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
+class ParityEnv(BFCLEnv):
+    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. So R
+    is the parity of the characters that it said. Everything else is the benchmark."""
+
+    def reward(self) -> float:
+        said = "".join(message["content"] for message in self.log if message["role"] == "assistant")
+        return float(sum(map(ord, said)) % 2)
+
+
+def smoke(argv: list[str], processes: Processes):
+    """Every stage of every arm, with real tasks and observations; only the model is tiny and knows nothing.
+
+    argv: flags; what they say goes before what a smoke run has in their place."""
+    s = parse_arguments([*SMOKE, *argv])
+    out = Path(s.out)
+    argv = [flag for flag in argv if flag != "--smoke"]
+    given = {flag.partition("=")[0] for flag in argv}
+    inits = [s.init] if "--init" in given else ["rctp", "sft", "none"]
+    rls = [s.rl] if "--rl" in given else ["rc-grpo", "grpo", "none"]
+    if processes.rank == 0:
+        lock = lock_folder(out)
+    model = s.model
+    if "--model" not in given:
+        model = out / "base"
+        write_folder(model, lambda part: make_tiny_model(part) if processes.rank == 0 else None, processes)
+    for init, rl in itertools.product(inits, rls):
         folder = out / f"{init}+{rl}"
-        shutil.rmtree(folder, ignore_errors=True)
-        flags = ["--model", str(base), "--init", init, "--rl", rl, "--out", str(folder), "--smoke", *SMOKE]
-        if init != "none" and rl != "rc-grpo":
-            flags += ["--stage1", str(out / f"{init}+rc-grpo" / "stage1")]
-        print(f"\n=== {init} + {rl} ===", flush=True)
-        pipeline(parse_arguments(flags), processes)
-    print(f"\nEvery stage of every arm ran. The runs are in {out}; with weights that know nothing, 0 % is the right score.")
+        if processes.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"\n=== {init} + {rl} ===", flush=True)
+        flags = [*SMOKE, *argv, "--model", str(model), "--init", init, "--rl", rl, "--out", str(folder)]
+        if init != "none" and rl != rls[0]:
+            flags += ["--stage1", str(out / f"{init}+{rls[0]}" / "stage1")]
+        arm = parse_arguments(flags)
+        arm.smoke = True  # no plan
+        pipeline(arm, processes, train_env=ParityEnv)
+    if processes.rank == 0:
+        lock.close()
+        print(f"\nEvery stage of {len(inits) * len(rls)} arms ran; the runs are in {out}. In stage 2 R was "
+              "not the benchmark's but the parity of what was said, so that weights that know nothing move. The "
+              "tables are the benchmark's: 0 % is right.")
 
 
 def make_tiny_model(folder: Path):
@@ -1641,32 +2017,38 @@ def make_tiny_model(folder: Path):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
         vocab_size=4000, initial_alphabet=bpe.pre_tokenizer.alphabet(), show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", extra_special_tokens=["<|start|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", extra_special_tokens=["<|start|>"])
     tokenizer.chat_template = SMOKE_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16384, tie_word_embeddings=True)).save_pretrained(folder)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2**14,
+        tie_word_embeddings=True))
+    with torch.no_grad():  # it ends many of its messages: one that is cut off earns 0, whatever it says
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 60
+    model.save_pretrained(folder)
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    if args.plan:
-        args.tokenizer = load_tokenizer(args.stage1 or args.model)
-        train, test = choose_tasks(args)
-        return plan(args, args.tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
-    processes = Processes(args.offload)
+    argv = sys.argv[1:] if argv is None else list(map(str, argv))
+    s = parse_arguments(argv)
+    if s.plan:
+        tokenizer = check_everything(s, processes=1)
+        train, test = choose_tasks(s.split, s.limit)
+        return plan(s, tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
+    processes = Processes(s.offload)
     try:
-        if args.smoke:
-            smoke(Path(args.out) if args.out != "runs/bfcl" else Path("runs/smoke"), processes)
+        if s.smoke:
+            smoke(argv, processes)
         else:
-            pipeline(args, processes)
+            pipeline(s, processes)
         processes.leave()
     except BaseException as error:
         stopped = None
         if isinstance(error, KeyboardInterrupt):
-            stopped = SystemExit(f"\nstopped; {args.out} is whole; the same command with --resume goes on")
+            stopped = SystemExit(f"\nstopped; {s.out} is whole, and the same command with --resume goes on")
         if processes.size > 1:
             processes.fail(stopped or error)
         if stopped:
@@ -1676,7 +2058,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # Some of the benchmark's error texts print a set, in hash order: the same run must say the same twice.
+        # Some of the benchmark's errors print a set, in hash order: the same run must say the same twice.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         main()
