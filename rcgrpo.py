@@ -839,10 +839,13 @@ from transformers import DynamicCache
 def open_envs(envs, reward_tokens, groups, limits, closing):
     """For `rollout`: envs (closed with `closing`), reward tokens and groups as lists, and a map over rows."""
     opened, reward_tokens = [], list(reward_tokens)
-    for env in envs:
-        opened.append(env)
-        if hasattr(env, "close"):
-            closing.callback(env.close)
+    try:
+        for env in envs:
+            if hasattr(env, "close"):
+                closing.callback(ask, env, len(opened), "last", "close")
+            opened.append(env)
+    except Exception as error:
+        raise RuntimeError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
     groups = [None] * len(opened) if groups is None else list(groups)
     if not opened or not len(opened) == len(reward_tokens) == len(groups):
         raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(opened)} envs, "
@@ -864,10 +867,12 @@ def ask(env, row, turn, method, *arguments):
         answer = getattr(env, method)(*arguments)
     except Exception as error:
         raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+    if method == "close":
+        return None
     if method == "reward":
         try:
-            reward = float(answer)
-        except (TypeError, ValueError):
+            reward = float(answer + 0)  # a number that is spelt is none
+        except Exception:
             reward = math.nan
         if not 0 <= reward <= 1:
             raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
