@@ -965,12 +965,17 @@ class ModelPolicy:
         self.model.eval()  # no dropout; gradient checkpointing would also switch the cache off
         parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
         sampled = {}
-        for rows in parts:
-            if len(parts) > 1:
-                self._begin(0)
-            sample_part = self._sample_alone if alone else self._sample_together
-            sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
-        self.model.train(training)
+        try:
+            for rows in parts:
+                if len(parts) > 1:
+                    self._begin(0)
+                sample_part = self._sample_alone if alone else self._sample_together
+                sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
+        except BaseException:
+            self._begin(0)  # what was being read is half there
+            raise
+        finally:
+            self.model.train(training)
         return [sampled[row] for row in range(len(prompts))]
 
     def _parts(self, prompts):
@@ -1100,8 +1105,9 @@ def pick_slots(states, order):
 
 
 def weights_version(model):
-    """Changes when any weight does."""
-    return [(p.data_ptr(), p._version) for p in model.parameters()]
+    """Changes when any weight does; what is written through .data shows in the sum alone."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded: our part
+    return [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
 
 
 def pads(model):
