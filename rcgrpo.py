@@ -1151,8 +1151,8 @@ def chat_format(tokenizer, **template):
     template: keywords of the chat template, e.g. enable_thinking=False. What this returns can be given wherever this
     file takes a tokenizer. Raises ValueError, in one line, for templates that a conversation cannot be built from.
     """
-    if isinstance(tokenizer, ChatFormat):
-        return tokenizer
+    if isinstance(tokenizer, ChatFormat):  # its tokenizer may have changed since
+        tokenizer, template = tokenizer.tokenizer, {**tokenizer.template, **template}
     state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
     return _chat_format(tokenizer, f"{len(tokenizer)} {state}", json.dumps(template, sort_keys=True))
 
@@ -1184,7 +1184,7 @@ class ChatFormat:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip(" \t\n\r▁")}
         self.control = {content: i for content, (i, _) in added.items()}
         self.strips = {content: (t.lstrip, t.rstrip) for content, (_, t) in added.items()}
         self.frame_pattern = any_of(self.control)
@@ -1193,12 +1193,15 @@ class ChatFormat:
         self.hide_all = any_of([*self.control, *stand_ins])
         self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]), "assistant": any_of([*special, *stand_ins])}
         self.plain = without_control_tokens(tokenizer, self.control)
-        self._read_frame()
-        if problem := self._problem():
-            self.tools_as_user = True
-            if self._problem():
+        self.roles = {"user", "assistant", "tool"}  # that are known to reach the ids
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the words of our examples may be unknown to a small vocabulary
+            problem = self._problem()
+            self.tools_as_user = bool(problem)
+            if problem and self._problem():
                 raise ValueError(f"this chat template cannot be used: {problem}")
-            warnings.warn(f"tool results are shown as user messages, as of the template {problem}", stacklevel=4)
+        if problem:
+            warnings.warn(f"tool results are shown as user messages, for the chat template: {problem}", stacklevel=4)
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
@@ -1217,8 +1220,8 @@ class ChatFormat:
 
     def action(self, text):
         """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        return [*self._encode(self.close_thought), *ids, self.end_of_turn]
+        said = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)[0]
+        return [*self._encode(self.close_thought), *self._known(said, text), self.end_of_turn]
 
     def text(self, action_ids):
         """What an env is given to read: the sampled ids as text, without end token, with its opening <think> if any."""
@@ -1232,20 +1235,20 @@ class ChatFormat:
         """Find the assistant's header and end tokens in dummy chats."""
         opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
         header = self._render(opening, generate=True)
-        if header == self._render(opening, generate=False):
-            raise ValueError("this chat template cannot be used: it has no generation prompt")
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
+        if header == self._render(opening, generate=False) != before:
+            raise ValueError("it has no generation prompt")
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        ends = [self._encode(end)[:1] for end in (ended, ended_last)]
-        if not ended or ends[0][0] not in self.control.values():
-            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added "
-                             f"token, not with {ended[:20]!r}")
-        (self.end_of_turn,) = ends[0]
-        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
+        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
+        added = set(self.control.values())
+        if not added & set(end):
+            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
+        (self.end_of_turn,) = end
+        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
         self.close_thought = ""
-        if header.rstrip().endswith("<think>") and not before.startswith(header):
-            native = before_last.startswith(header)
-            self.close_thought = before_last[len(header) :] if native else "\n</think>\n\n"
+        if header.rstrip().endswith("<think>"):
+            native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
+            self.close_thought = native or "</think>\n\n"
 
     def _problem(self):
         """What is wrong with a conversation of all kinds of messages, appended, against the same as a whole; or None."""
@@ -1254,22 +1257,21 @@ class ChatFormat:
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
         first, results, more = messages[:1], messages[2:4], messages[5:]
         try:
+            self._read_frame()
             whole, opening = self._render(messages, generate=True), self._render(first, generate=True)
             appended = opening + self.close_thought + "beta" + self._after_answer(results)
             appended += self.close_thought + "epsilon" + self._after_answer(more)
         except ValueError as error:
             return str(error)
         if lost := [role for role, text in zip(roles, texts) if text not in whole]:
-            return f"it drops messages of role {', '.join(lost)}"
+            return f"it drops messages of role {lost[0]}"
         if without_thoughts(appended) != without_thoughts(whole):
             return f"it renders a conversation otherwise than its parts: {first_difference(appended, whole)}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the words of this example may be unknown to a small vocabulary
-            ids = self.prompt(first) + self.action("beta") + self.suffix(results)
-            pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
-            if HIGH in self.control:
-                conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
-                pairs.append((self.prompt(first, HIGH), conditioned))
+        ids = self.prompt(first) + self.action("beta") + self.suffix(results)
+        pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
+        if HIGH in self.control:
+            conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
+            pairs.append((self.prompt(first, HIGH), conditioned))
         for ours, text in pairs:
             if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
                 return "it is encoded differently as a whole and in parts; its frame must be of added tokens"
@@ -1290,6 +1292,10 @@ class ChatFormat:
     def _hide_control_tokens(self, messages):
         """Replace what must not become a control token by a stand-in that survives any template."""
         out, hidden = [], []
+        for role in {message["role"] for message in messages} - self.roles:
+            if "alpha" not in self._render([{"role": role, "content": "alpha"}, *self.DUMMY[:1]], generate=True):
+                raise ValueError(f"this chat template drops messages of role {role}")
+            self.roles.add(role)
 
         def hide(match):
             hidden.append(match[0])
@@ -1315,11 +1321,15 @@ class ChatFormat:
 
     def _ordinary(self, text, hidden):
         text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
-        ids = self.plain.encode(text, add_special_tokens=False).ids if text else []
-        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
-            warnings.warn(f"the vocabulary lacks some of {text!r}: it became {self.tokenizer.unk_token}",
-                          stacklevel=2)
-        return ids
+        return self._known(self.plain.encode(text, add_special_tokens=False), text) if text else []
+
+    def _known(self, encoding, text):
+        """Its ids. A warning names the words that the vocabulary lacks."""
+        unknown = [text[slice(*span)] for token, span in zip(encoding.ids, encoding.offsets)
+                   if token == self.tokenizer.unk_token_id]
+        if unknown:
+            warnings.warn(f"the vocabulary lacks {unknown}: read as {self.tokenizer.unk_token}", stacklevel=2)
+        return encoding.ids
 
 
 def any_of(texts):
@@ -1355,10 +1365,10 @@ def without_control_tokens(tokenizer, control):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
     spec.update(post_processor=None, truncation=None, padding=None)
     model = spec["model"]
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; these get a name that nothing spells
+    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; these get a name that nobody can spell
         for i, (piece, score) in enumerate(model["vocab"]):
             if piece in control and i != model.get("unk_id"):
-                model["vocab"][i] = [f"\ue002{i}", score]
+                model["vocab"][i] = [os.urandom(16).hex(), score]
     else:
         if "merges" in model:  # a word that was added may also be a merge, and part of others
             pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
