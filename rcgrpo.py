@@ -1370,11 +1370,12 @@ def without_control_tokens(tokenizer, control):
             if piece in control and i != model.get("unk_id"):
                 model["vocab"][i] = [os.urandom(16).hex(), score]
     else:
-        if "merges" in model:  # a word that was added may also be a merge, and part of others
+        known = (control.keys() & model["vocab"].keys()) - {model.get("unk_token")}
+        if known and "merges" in model:  # a word that was added may also be a merge, and part of others
             pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-            model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & control.keys()]
-        for content in control.keys() - {model.get("unk_token")}:
-            model["vocab"].pop(content, None)
+            model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
+        for content in known:
+            del model["vocab"][content]
     return Tokenizer.from_str(json.dumps(spec))
 
 
