@@ -1360,22 +1360,21 @@ def first_difference(a, b):
 
 
 def without_control_tokens(tokenizer, control):
-    """The same tokenizer without control tokens: whatever it encodes is ordinary text."""
+    """The same tokenizer, its control tokens under names that nobody can spell: what it encodes is ordinary text."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
     spec.update(post_processor=None, truncation=None, padding=None)
-    model = spec["model"]
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id; these get a name that nobody can spell
-        for i, (piece, score) in enumerate(model["vocab"]):
-            if piece in control and i != model.get("unk_id"):
-                model["vocab"][i] = [os.urandom(16).hex(), score]
-    else:
-        known = (control.keys() & model["vocab"].keys()) - {model.get("unk_token")}
-        if known and "merges" in model:  # a word that was added may also be a merge, and part of others
-            pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-            model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
-        for content in known:
-            del model["vocab"][content]
+    model, unknown = spec["model"], spec["model"].get("unk_token")
+    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay as they are
+    added = [token for token in spec["added_tokens"] if token["content"] != unknown]
+    spec["added_tokens"] = [{**token, "content": names.get(token["content"], token["content"])} for token in added]
+    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        return Tokenizer.from_str(json.dumps(spec))
+    known = names.keys() & model["vocab"].keys()
+    model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if known and "merges" in model:  # a word that was added may also be a merge, and part of others
+        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
     return Tokenizer.from_str(json.dumps(spec))
 
 
