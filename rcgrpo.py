@@ -1030,14 +1030,13 @@ class ModelPolicy:
         width = max(map(len, new))
         if width == 0:
             return None
-        block = torch.zeros(len(new), width, dtype=torch.long)
-        real = torch.zeros(len(new), width, dtype=torch.bool)
-        for row, ids in enumerate(new):
-            if ids:  # padded on the left: the last column is real
-                block[row, -len(ids) :], real[row, -len(ids) :] = torch.tensor(ids), True
-            self.read[row].extend(ids)
-        block, past = block.to(self.real.device), self.real.shape[1]
-        self.real = torch.cat([self.real, real.to(self.real.device)], 1)
+        padding = [width - len(ids) for ids in new]  # on the left: the last column is real
+        block = torch.tensor([[0] * n + list(ids) for n, ids in zip(padding, new)], device=self.real.device)
+        real = torch.arange(width, device=self.real.device) >= torch.tensor(padding, device=self.real.device)[:, None]
+        for read, ids in zip(self.read, new):
+            read.extend(ids)
+        past = self.real.shape[1]
+        self.real = torch.cat([self.real, real], 1)
         positions = (self.real.cumsum(1) - 1).clamp_min(0)
         for start in range(0, width, step := max(1, self.READ_AT_ONCE // len(new))):
             piece = slice(start, start + step)
@@ -1217,7 +1216,9 @@ class ChatFormat:
             raise ValueError("this chat template cannot be used: it has no generation prompt (add_generation_prompt)")
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        ends = [self._encode(end)[:1] for end in (ended, ended_last)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the words of these chats may be unknown to a small vocabulary
+            ends = [self._encode(end)[:1] for end in (ended, ended_last)]
         if not ended or ends[0][0] not in self.control.values():
             raise ValueError("this chat template cannot be used: it must close an assistant turn with an added token, "
                              f"not with {ended[:20]!r}")
