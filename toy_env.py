@@ -307,7 +307,7 @@ def reinforce(args, seed, arm, log):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
     policy, groups = sampling(args, seed, arm, model, tokenizer)
     evaluate = partial(success, args, model, tokenizer, make_env, draw_tasks(args, seed)[1])
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])  # those of draw_tasks would give the tasks of the test again
     for step in range(args.steps + 1):
         metrics = {}
         if step % EVALUATE_EVERY == 0 or step == args.steps:
@@ -399,16 +399,17 @@ def read(args, seed, name):
 
 def show_group(args, seed, arm):
     """One group of an arm as reinforcement learning will see it: temperature 1, the arm's own reward tokens.
-    The task is the first of the test that has a large item to bring, whatever comes out."""
-    task = next(filter(large_item, draw_tasks(args, seed)[1]))
+    The task is the first of the test that has a large item to bring, whatever comes out; more are counted."""
+    tasks = list(filter(large_item, draw_tasks(args, seed)[1]))[:20]
     model, tokenizer, make_env = load(args, seed, part(args, seed, arm.split("+")[0]))
     policy, groups = sampling(args, seed, arm, model, tokenizer)
-    rollouts = collect_groups([task], make_env, policy, tokenizer, **groups, max_turns=MAX_TURNS)
-    rewards = [t.reward for t in rollouts]
-    advantages = group_advantages(rewards, [t.group for t in rollouts]).tolist()
-    print(f'{arm.upper()}, "{request(task)}" (the {large_item(task)} is large): '
-          f"mu_g = {np.mean(rewards):.2f}, sigma_g = {np.std(rewards):.2f}")
-    for trajectory, advantage in zip(rollouts, advantages, strict=True):
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, **groups, max_turns=MAX_TURNS)
+    rewards = np.array([t.reward for t in rollouts]).reshape(len(tasks), args.group_size)
+    flat, (mu, sigma) = np.sum(rewards.std(1) == 0), (rewards[0].mean(), rewards[0].std())
+    print(f'{arm.upper()}, "{request(tasks[0])}" (the {large_item(tasks[0])} is large): mu_g = {mu:.2f}, '
+          f"sigma_g = {sigma:.2f}\n  (sigma_g = 0 in {flat} of {len(tasks)} groups of such tasks)")
+    advantages = group_advantages(rewards[0], [0] * args.group_size).tolist()
+    for trajectory, advantage in zip(rollouts, advantages, strict=False):
         token, calls = NAME[trajectory.reward_token], " | ".join(said(trajectory, tokenizer))
         print(f"  {token:4}  R = {trajectory.reward:.0f}  A = {advantage:5.2f}  {calls}")
     print(flush=True)
