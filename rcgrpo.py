@@ -1064,19 +1064,22 @@ class ModelPolicy:
         self.read = [self.read[row] for row in rows]
 
     def _feed(self, new):
-        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
-        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
+        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow."""
+        width = max(map(len, new))
+        if width == 0:
+            return None
         padding = [width - len(ids) for ids in new]  # on the left: the last column is real
-        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
-        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
+        block = torch.tensor([[0] * n + list(ids) for n, ids in zip(padding, new)], device=self.real.device)
+        real = torch.arange(width, device=self.real.device) >= torch.tensor(padding, device=self.real.device)[:, None]
+        for read, ids in zip(self.read, new):
+            read.extend(ids)
+        past = self.real.shape[1]
         self.real = torch.cat([self.real, real], 1)
-        self.read = [read + ids for read, ids in zip(self.read, new)]
-        positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
-        step = max(1, self.READ_AT_ONCE // len(new))
-        for start in range(0, width, step):
-            end = min(width, start + step)
-            mask = self.real[:, : past + end].long()
-            logits = next_logits(self.model, block[:, start:end], self.cache, mask, positions[:, start:end])
+        positions = (self.real.cumsum(1) - 1).clamp_min(0)
+        for start in range(0, width, step := max(1, self.READ_AT_ONCE // len(new))):
+            piece = slice(start, start + step)
+            seen = past + min(width, start + step)
+            logits = run(self.model, block[:, piece], self.cache, self.real[:, :seen].long(), positions[:, past:][:, piece])
         return logits
 
     def _draw(self, prompts, logits, feed):
@@ -1246,12 +1249,14 @@ class ChatFormat:
         if header == self._render(opening, generate=False) != before:
             raise ValueError("it has no generation prompt")
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
-        added = set(self.control.values())
-        if not added & set(end):
-            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
-        (self.end_of_turn,) = end
-        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the words of these chats may be unknown to a small vocabulary
+            ends = [self._encode(end)[:1] for end in (ended, ended_last)]
+        if not ended or ends[0][0] not in self.control.values():
+            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added token, "
+                             f"not with {ended[:20]!r}")
+        (self.end_of_turn,) = ends[0]
+        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
         self.close_thought = ""
         if header.rstrip().endswith("<think>"):
             native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
