@@ -304,7 +304,7 @@ def group_advantages(rewards, groups, eps=1e-6):
 #   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
 #         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta = pi_old: rho = 1,
+# All three policies are asked under the same r_j. On the first pass pi_theta still is pi_old: rho = 1,
 # nothing clips (with one update a batch, as in the paper, nothing ever does), and L is about 0, as advantages
 # sum to 0 in a group (long rollouts weigh more, per token). Its gradient, -mean[A grad log pi], is not 0.
 
@@ -773,9 +773,9 @@ def check_rows(model, rows):
 def passes(model, trajectories, tokens_per_pass, gather=list):
     """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
 
-    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own. The
-    longest are placed first, and each where there is room: passes are few and about equally long, also on
-    processes that wait for each other. All make the same number, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own.
+    The longest are placed first, each where there is room: passes are few and about equally long. All
+    processes make the same number of them, the last ones empty where there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
@@ -1064,22 +1064,19 @@ class ModelPolicy:
         self.read = [self.read[row] for row in rows]
 
     def _feed(self, new):
-        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow."""
-        width = max(map(len, new))
-        if width == 0:
-            return None
+        """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
+        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
         padding = [width - len(ids) for ids in new]  # on the left: the last column is real
-        block = torch.tensor([[0] * n + list(ids) for n, ids in zip(padding, new)], device=self.real.device)
-        real = torch.arange(width, device=self.real.device) >= torch.tensor(padding, device=self.real.device)[:, None]
-        for read, ids in zip(self.read, new):
-            read.extend(ids)
-        past = self.real.shape[1]
+        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
+        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
         self.real = torch.cat([self.real, real], 1)
-        positions = (self.real.cumsum(1) - 1).clamp_min(0)
-        for start in range(0, width, step := max(1, self.READ_AT_ONCE // len(new))):
-            piece = slice(start, start + step)
-            seen = past + min(width, start + step)
-            logits = run(self.model, block[:, piece], self.cache, self.real[:, :seen].long(), positions[:, past:][:, piece])
+        self.read = [read + ids for read, ids in zip(self.read, new)]
+        positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
+        step = max(1, self.READ_AT_ONCE // len(new))
+        for start in range(0, width, step):
+            end = min(width, start + step)
+            mask = self.real[:, : past + end].long()
+            logits = next_logits(self.model, block[:, start:end], self.cache, mask, positions[:, start:end])
         return logits
 
     def _draw(self, prompts, logits, feed):
@@ -1118,7 +1115,7 @@ def pick_slots(states, order):
 
 def weights_version(model):
     """Changes when any weight does; what is written through .data shows in the sum alone."""
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded: our part
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded, ours
     return [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
 
 
@@ -1194,7 +1191,8 @@ class ChatFormat:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip(" \t\n\r▁")}
+        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items()}
+        added = {content: found for content, found in added.items() if content.strip(" \t\n\r▁")}
         self.control = {content: i for content, (i, _) in added.items()}
         self.strips = {content: (t.lstrip, t.rstrip) for content, (_, t) in added.items()}
         self.frame_pattern = any_of(self.control)
@@ -1212,7 +1210,7 @@ class ChatFormat:
             if problem and self._problem():
                 raise ValueError(f"this chat template cannot be used: {problem}")
         if problem:
-            warnings.warn(f"tool results are shown as user messages, for the chat template: {problem}", stacklevel=4)
+            warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
@@ -1229,7 +1227,7 @@ class ChatFormat:
         return self._encode(self._after_answer(messages), hidden)[1:]
 
     def action(self, text):
-        """Ids that a scripted policy "samples" to say `text`: special tokens spelt in it stay ordinary text."""
+        """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
         said = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)[0]
         return [*self._encode(self.close_thought), *self._known(said, text), self.end_of_turn]
 
@@ -1249,14 +1247,12 @@ class ChatFormat:
         if header == self._render(opening, generate=False) != before:
             raise ValueError("it has no generation prompt")
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the words of these chats may be unknown to a small vocabulary
-            ends = [self._encode(end)[:1] for end in (ended, ended_last)]
-        if not ended or ends[0][0] not in self.control.values():
-            raise ValueError("this chat template cannot be used: it must close an assistant turn with an added token, "
-                             f"not with {ended[:20]!r}")
-        (self.end_of_turn,) = ends[0]
-        self.stop_ids = {self.end_of_turn, *ends[1], self.tokenizer.eos_token_id} - {None}
+        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
+        added = set(self.control.values())
+        if not added & set(end):
+            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
+        (self.end_of_turn,) = end
+        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
         self.close_thought = ""
         if header.rstrip().endswith("<think>"):
             native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
@@ -1305,7 +1301,8 @@ class ChatFormat:
         """Replace what must not become a control token by a stand-in that survives any template."""
         out, hidden = [], []
         for role in {message["role"] for message in messages} - self.roles:
-            if "alpha" not in self._render([{"role": role, "content": "alpha"}, *self.DUMMY[:1]], generate=True):
+            example = [{"role": role, "content": "alpha"}, *self.DUMMY[:1]]
+            if "alpha" not in self._render(example, generate=True):
                 raise ValueError(f"this chat template drops messages of role {role}")
             self.roles.add(role)
 
@@ -1372,13 +1369,15 @@ def first_difference(a, b):
 
 
 def without_control_tokens(tokenizer, control):
-    """The same tokenizer, its control tokens under names that nobody can spell: what it encodes is ordinary text."""
+    """The same tokenizer, control tokens renamed so that nobody can spell them: all text is ordinary."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     spec.update(post_processor=None, truncation=None, padding=None)
     model, unknown = spec["model"], spec["model"].get("unk_token")
-    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay as they are
+    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay
     added = [token for token in spec["added_tokens"] if token["content"] != unknown]
-    spec["added_tokens"] = [{**token, "content": names.get(token["content"], token["content"])} for token in added]
+    for token in added:
+        token["content"] = names.get(token["content"], token["content"])
+    spec["added_tokens"] = added
     if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         return Tokenizer.from_str(json.dumps(spec))
@@ -1458,7 +1457,7 @@ def add_reward_tokens(tokenizer, model=None):
     """Teach tokenizer and model (if given) the two reward tokens. Idempotent: a second call changes nothing.
 
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
-    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
+    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 none). Call it before sharding the model.
     """
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)

@@ -1189,12 +1189,14 @@ def test_the_collapse_and_its_cure(monkeypatch):
     assert rc["reward_high_minus_low_first"][0] > 0.1 and rc["sigma2_first"][0] > rc["floor_first"][0]
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # train_bfcl.py: helpers
-# ======================================================================================================================
+# ============================================================================================================
 
 TASKS = bfcl.load_tasks()
 TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
+MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
+LS = '{"name": "ls", "arguments": {}}'
 
 
 def run_python(code: str, **kwargs) -> str:
@@ -1217,7 +1219,8 @@ def play(task, texts, protocol="combined") -> BFCLEnv:
 
 def ask(env, tool, **arguments) -> str:
     """One call, the observation as the model sees it."""
-    return env.step(say((tool, arguments)))[0]["content"]
+    env.step(say((tool, arguments)))
+    return [entry["content"] for entry in env.log if entry["role"] == "tool"][-1]
 
 
 def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
@@ -1230,11 +1233,20 @@ def names(env) -> list:
     return [tool["function"]["name"] for tool in env.tools]
 
 
-# ======================================================================================================================
-# train_bfcl.py 1. Tasks and splits
-# ======================================================================================================================
+@pytest.fixture
+def worker(monkeypatch):
+    """A helper of the test's own, with limits to set before its first call; a short time by default."""
+    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
+    monkeypatch.setattr(bfcl, "WORKER", own)
+    yield own
+    own.close()
 
-def test_the_800_tasks_come_in_order_and_untouched():
+
+# ============================================================================================================
+# train_bfcl.py: tasks and splits
+# ============================================================================================================
+
+def test_bfcl_tasks_come_in_order_and_untouched():
     assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
     raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
     assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
@@ -1242,7 +1254,7 @@ def test_the_800_tasks_come_in_order_and_untouched():
 
 
 @pytest.mark.parametrize("found", [None, "2025.1.1"])
-def test_missing_or_other_bfcl_eval_says_what_to_install(monkeypatch, found):
+def test_bfcl_missing_or_other_package_says_what_to_install(monkeypatch, found):
     def version(name):
         if found is None:
             raise bfcl.importlib.metadata.PackageNotFoundError(name)
@@ -1252,87 +1264,203 @@ def test_missing_or_other_bfcl_eval_says_what_to_install(monkeypatch, found):
         bfcl.load_tasks()
 
 
-def test_import_needs_no_bfcl_eval_and_use_never_imports_what_creates_folders():
-    out = run_python("""
-        import sys
-        sys.modules["bfcl_eval"] = None
-        import train_bfcl as bfcl
-        del sys.modules["bfcl_eval"]
-        task = bfcl.load_tasks()[600]
-        for protocol in ("combined", "turns"):
-            env = bfcl.BFCLEnv(task, protocol); env.reset()
-            for text in bfcl.expert_turns(task, protocol): env.step(text)
-            print(env.reward())
-        print("bfcl_eval.constants.eval_config" in sys.modules)""")
-    assert out.split() == ["1.0", "1.0", "False"]
-
-
-def test_paper_split_has_the_papers_counts_and_leaks_77_of_80():
+def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
     train, test = bfcl.split_tasks(TASKS, "paper")
     shuffled = list(TASKS)
     random.seed(42)
     random.shuffle(shuffled)
     assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
-    assert [sum(t["id"].rsplit("_", 1)[0].endswith(c) for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
+    counts = [sum(t["id"].rsplit("_", 1)[0].endswith(c) for t in test) for c in bfcl.CATEGORIES]
+    assert counts == [18, 23, 17, 22]
     assert bfcl.leaked(train, test) == 77
 
 
-def test_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
+def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
+    def number(task):
+        return task["id"].split("_")[-1]
+
+    def gold(task):
+        return str([call for turn in task["ground_truth"] for call in turn])
+
     train, test = bfcl.split_tasks(TASKS, "grouped")
     assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
     assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
-    assert not {t["id"].split("_")[-1] for t in train} & {t["id"].split("_")[-1] for t in test}
-    assert not {str(sum(t["ground_truth"], [])) for t in train} & {str(sum(t["ground_truth"], [])) for t in test}
+    assert not {number(t) for t in train} & {number(t) for t in test}
+    assert not {gold(t) for t in train} & {gold(t) for t in test}
     assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
-    pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
+    pair = [t for t in TASKS if number(t) in ("107", "136")]  # the same gold under two numbers
     assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
-    with pytest.raises(ValueError):
-        bfcl.split_tasks(TASKS, "random")
 
 
-# ======================================================================================================================
-# train_bfcl.py 3. Parsing what the model says
-# ======================================================================================================================
+@pytest.mark.parametrize("call, words", [
+    (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
+    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
+    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
+    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset() first"),
+    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset() first"),
+])
+def test_bfcl_refusals(call, words):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
+        call()
 
-LS = '{"name": "ls", "arguments": {}}'
+
+# ============================================================================================================
+# train_bfcl.py: tools and the prompt that shows them
+# ============================================================================================================
+
+def test_bfcl_tool_docs_use_json_schema_types_only():
+    def types(node):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield from [value] if key == "type" and isinstance(value, str) else types(value)
+        elif isinstance(node, list):
+            for item in node:
+                yield from types(item)
+    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    assert len(everything) == 129  # 128 methods and done
+    assert set(types([t["function"]["parameters"] for t in everything.values()])) <= {
+        "object", "number", "integer", "string", "array", "boolean"}
+    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
+    assert all(set(t) == {"type", "function"} for t in everything.values())
+    assert all(set(t["function"]) == {"name", "description", "parameters"} for t in everything.values())
+    named_type = {"type": "dict", "properties": {"type": {"type": "float"}}}
+    assert bfcl.json_schema(named_type) == {"type": "object", "properties": {"type": {"type": "number"}}}
+
+
+def test_bfcl_excluded_functions_are_neither_shown_nor_callable():
+    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    assert len(excluded) == 18
+    for task in excluded:
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(task, protocol)
+            system = env.reset()[0]["content"]
+            for name in task["excluded_function"]:
+                assert name not in names(env) and f'"name": "{name}"' not in system
+                assert "no tool named" in ask(env, name, file_name="x")
+    env = opened("base_0", excluded_function=["mv"])  # even if the gold answer needs it
+    assert "no tool named" in ask(env, "mv", source="a", destination="b")
+
+
+def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
+    for task in [t for t in TASKS if "missed_function" in t]:
+        env = BFCLEnv(task, "turns")
+        env.reset()
+        late = {name for group in task["missed_function"].values() for name in group}
+        for turn in range(len(task["question"])):
+            hidden = {n for when, group in task["missed_function"].items() if int(when) > turn for n in group}
+            assert hidden.isdisjoint(names(env)) and late - hidden <= set(names(env))
+            last = [entry for entry in env.log if entry["role"] == "user"][-1]["content"]
+            if str(turn) in task["missed_function"]:
+                assert last.endswith("</tools>\nI have updated some more functions you can choose from. "
+                                     "What about now?")
+                assert all(f'"name": "{n}"' in last for n in task["missed_function"][str(turn)])
+            else:
+                assert last == task["question"][turn][0]["content"]
+            env.step("Nothing.")
+        assert late <= set(names(opened(task["id"][11:])))  # combined: there from the start
+    env = opened("miss_func_0", "turns")
+    assert "no tool named 'sort'" in ask(env, "sort", file_name="x")
+    assert env.calls == []
+
+
+def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
+    env = BFCLEnv(TASK["miss_func_0"])
+    system, user = env.reset()
+    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
+    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
+    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
+    assert names(env)[-1] == "done" and "root" not in user["content"]
+    assert env.log == [system, user]
+
+
+def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
+    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
+    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(TASK[name], protocol)
+            messages = env.reset()
+            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+            shown = opened(name, protocol).tools
+            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
+            assert ours == theirs
+            text = llama.apply_chat_template(messages, tokenize=False)
+            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+
+
+# ============================================================================================================
+# train_bfcl.py: parsing what the model says
+# ============================================================================================================
+
 A = {"a": [1, "x"]}
+TAGS = {"content": 'a</tool_call>\n<tool_call>b<think>c</think>"{}\\'}
+
+
+def block(name="f", **fields) -> str:
+    return f"<tool_call>{json.dumps({'name': name, **fields})}</tool_call>"
 
 
 @pytest.mark.parametrize("text, expected", [
-    (f"<tool_call>{LS}", [("ls", {})]),  # P1: complete, unclosed
-    (f"<tool_call>{LS} and so on", [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": tr</tool_call>', [str]),
-    (f"<tool_call>{LS}{LS}</tool_call>", [str]),  # P2
-    (f"<tool_call>{{bad</tool_call> <tool_call>\n{LS}\n</tool_call>", [str, ("ls", {})]),
-    (f"<tool_call>{LS}</tool_call><tool_call>[{LS}]</tool_call><tool_call>{LS}</tool_call>",
-     [("ls", {}), str, ("ls", {})]),
-    ("<tool_call>{'name':'ls','arguments':{'a':True}}</tool_call>", [str]),  # P3
-    ('<tool_call>{"name": "ls", "arguments": {"a": 1,}}</tool_call>', [str]),
-    (f"<tool_call>```json\n{LS}\n```</tool_call>", [str]),
-    ('<tool_call>{"name": "grep", "arguments": {"pattern": "[^,]+, }"}}</tool_call>',
-     [("grep", {"pattern": "[^,]+, }"})]),  # P4
-    ('<tool_call>{"name": "ls"}</tool_call>', [("ls", {})]),  # P5
-    ('<tool_call>{"name": "ls", "arguments": null}</tool_call>', [("ls", {})]),
-    ('<tool_call>{"name": "ls", "arguments": ""}</tool_call>', [("ls", {})]),
-    (json.dumps({"name": "f", "arguments": json.dumps(A)}).join(["<tool_call>", "</tool_call>"]), [("f", A)]),  # P6
-    (json.dumps({"name": "f", "arguments": json.dumps(json.dumps(A))}).join(["<tool_call>", "</tool_call>"]), [str]),
-    ('<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": "null"}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": " "}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": false}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": []}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", {"a": 1})]),  # P7
-    ('<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
-     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),  # P8
-    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),  # P9
+    # the frame
+    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),
+    (f"<tool_call>\n\n {LS}\n </tool_call>", [("ls", {})]),
     (f"I would call {LS} now </tool_call>", []),
     ("", []),
-    (f"<tool_call><tool_call>{LS}</tool_call>", [str]),  # P10
+    (f"<tool_call>{LS}", [("ls", {})]),  # complete, unclosed
+    (f"<tool_call>{LS} \n", [("ls", {})]),
+    (f"<tool_call>{LS} and so on", [str]),
+    (f"<tool_call>{LS}</tool_cal", [str]),
+    (f"<tool_call>{LS}<tool_call>{LS}</tool_call>", [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr</tool_call>', [str]),
+    (f"<tool_call>{LS}{LS}</tool_call>", [str]),
+    (f"<tool_call>{LS} <b> </tool_call> <tool_call>{LS}</tool_call>", [str, ("ls", {})]),
+    (f"<tool_call>{{bad</tool_call> <tool_call>\n{LS}\n</tool_call>", [str, ("ls", {})]),
+    (f'<tool_call>{{"name": "ls}}</tool_call>\n<tool_call>{LS}</tool_call>', [str, ("ls", {})]),  # no quote
+    (f"<tool_call>{LS}</tool_call><tool_call>[{LS}]</tool_call><tool_call>{LS}</tool_call>",
+     [("ls", {}), str, ("ls", {})]),
+    (f"<tool_call><tool_call>{LS}</tool_call>", [str]),
+    ('<tool_call>"ls"</tool_call><tool_call>null</tool_call><tool_call></tool_call>', [str, str, str]),
+    # a block ends where its object ends: tags inside its strings are text
+    ('<tool_call>{"name": "echo", "arguments": {"content": "a</tool_call>b"}}</tool_call>',
+     [("echo", {"content": "a</tool_call>b"})]),
+    (block("echo", arguments=TAGS) + block(), [("echo", TAGS), ("f", {})]),
+    (block("echo", arguments=json.dumps(TAGS)) + block(), [("echo", TAGS), ("f", {})]),
+    (block("</tool_call>", arguments={"</tool_call>": 1}), [("</tool_call>", {"</tool_call>": 1})]),
+    (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
+    # thoughts do not run
+    (f"<think>maybe {block('rm')}</think>{block('ls')}", [("ls", {})]),
+    (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
+    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
+    (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
+    (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
+    (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
+    (f"<think></think>{block('echo', arguments=TAGS)}", [("echo", TAGS)]),
+    (f"<THINK>{block('ls')}</THINK> </ think>", [("ls", {})]),  # another word
+    # nothing is repaired, no type is changed
+    ("<tool_call>{'name':'ls','arguments':{'a':True}}</tool_call>", [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": 1,}}</tool_call>', [str]),
+    (f"<tool_call>```json\n{LS}\n```</tool_call>", [str]),
+    (block("grep", arguments={"pattern": "[^,]+, }"}), [("grep", {"pattern": "[^,]+, }"})]),
+    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
+     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
+    # arguments
+    (block(), [("f", {})]),
+    (block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 3),
+    (block(arguments=json.dumps(A)), [("f", A)]),
+    (block(arguments=json.dumps(json.dumps(A))), [str]),
+    (block(arguments="[1]") + block(arguments="null") + block(arguments=" "), [str] * 3),
+    (block(arguments=3) + block(arguments=False) + block(arguments=[]), [str] * 3),
+    (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
+    (block(arguments={}, parameters={"a": 1}), [str]),
+    (block(3) + "<tool_call>{}</tool_call>", [str, str]),
+    # numbers, characters, keys, depth
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 99 + "]" * 99 + "}}</tool_call>", [str]),
+    ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>" + block(), [str, ("f", {})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 31 + "]" * 31 + "}}</tool_call>", [str]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 30 + "]" * 30 + "}}</tool_call>", [tuple]),
     ('<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", [str]),
     ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [str]),
     ('<tool_call>{"name": "f", "arguments": {"a": [{"b": -Infinity}]}}</tool_call>', [str]),
@@ -1342,35 +1470,48 @@ A = {"a": [1, "x"]}
     ('<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', [str]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', [str]),
     ('<tool_call>{"name": "f", "name": "g"}</tool_call>', [str]),
-    ('<tool_call>{"name": 3}</tool_call><tool_call>{}</tool_call><tool_call></tool_call>', [str, str, str]),
-    ('<tool_call>"ls"</tool_call><tool_call>null</tool_call>', [str, str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
 ])
-def test_a_block_is_one_strict_json_call_or_one_error(text, expected):
+def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
     items = parse_tool_calls(text)
     assert len(items) == len(expected)
-    for item, right in zip(items, expected):
-        assert isinstance(item, str) if right is str else item == right
+    for item, right in zip(items, expected, strict=True):
+        assert isinstance(item, right) if isinstance(right, type) else item == right
 
 
-def test_parsing_time_is_linear_in_the_text():
-    for piece in ("<tool_call>", "<tool_call>{</tool_call>", '<tool_call>{"', "</tool_call>",
-                  '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>", "<"):
-        start = time.process_time()
-        parse_tool_calls(piece * (3_000_000 // len(piece)))
-        assert time.process_time() - start < 4, piece
+def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
+    rng = random.Random(0)
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", '\\"', "{", "\n", "<", "a"]
+    between = ["", "and", '"', "\\", "{", "</tool_call>", "<think>x</think>", "<think><tool_call></think>"]
+    for _ in range(2000):
+        calls, text = [], rng.choice(["", '<tool_call>"</think>', "<tool_call>{</think>"])
+        for _ in range(rng.randrange(4)):
+            words = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(3)]
+            calls.append((words[0], {words[1]: [words[2]]}))
+            text += say(calls[-1]) + rng.choice(between)
+        assert parse_tool_calls(text) == calls, text
 
 
-# ======================================================================================================================
-# train_bfcl.py 4-5. Running calls, and gold; the judge is the benchmark's own executor and checker, in a process of its own
-# ======================================================================================================================
+@pytest.mark.parametrize("piece", [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
+    "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
+    '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
+    '<tool_call>{"a": "</think>'])
+def test_bfcl_parsing_time_is_linear_in_the_text(piece):
+    start = time.process_time()
+    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 3
+
+
+# ============================================================================================================
+# train_bfcl.py: running calls, and gold. The judge is the benchmark's own executor and checker, in its own
+# processes
+# ============================================================================================================
 
 JUDGE = """
-import json, os, sys
-import train_bfcl
+import importlib, json, os, sys, time
+from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
-tasks = {task["id"]: task for task in train_bfcl.load_tasks()}
 
 def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
     gold = task["ground_truth"]
@@ -1378,51 +1519,98 @@ def verdict(task, turns):  # as eval_runner has it: a forced end is a missing tu
 
 def observations(task, turns):
     calls = [call for turn in turns for step in turn for call in step]
-    return execute_multi_turn_func_call(calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
-                                        long_context="long_context" in task["id"])[0]
+    results, _ = execute_multi_turn_func_call(
+        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
+        long_context="long_context" in task["id"])
+    return results
 
+trajectories = json.load(sys.stdin)
+for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
+    importlib.import_module(CLASS_FILE_PATH_MAPPING[api])  # once, here, and not in every child
+if sys.argv[1] == "seconds":
+    start = time.process_time()
+    assert all(verdict(*trajectory) for trajectory in trajectories)
+    print(time.process_time() - start)
+    sys.exit()
 judge = {"verdict": verdict, "observations": observations}[sys.argv[1]]
-for identity, turns in json.load(sys.stdin):
+for trajectory in trajectories:
     pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
     if not pid:
-        print(json.dumps(judge(tasks[identity], turns)), flush=True)
+        print(json.dumps(judge(*trajectory)), flush=True)
         os._exit(0)
     os.waitpid(pid, 0)
 """
 
 
 def ask_judge(question: str, trajectories: list) -> list:
-    out = subprocess.run([sys.executable, "-c", JUDGE, question], cwd=HERE, input=json.dumps(trajectories), text=True,
+    """trajectories: (task, turns of steps of call strings)."""
+    out = subprocess.run([sys.executable, "-c", JUDGE, question], input=json.dumps(trajectories), text=True,
                          stdout=subprocess.PIPE, check=True).stdout
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_all_4625_gold_calls_convert_and_give_the_official_observations():
+def test_bfcl_all_4625_gold_calls_convert_and_give_the_official_observations():
     calls = [call for task in TASKS for turn in bfcl.gold_turns(task) for call in turn]
     assert len(calls) == 4625
-    ours = [[text for turn in bfcl.scenario(json.dumps(task))[1] for text in turn.observations] for task in TASKS]
-    official = ask_judge("observations", [[task["id"], [task["ground_truth"]]] for task in TASKS])
+    ours = []
+    for task in TASKS:
+        _, replay = bfcl.scenario(json.dumps(task))
+        ours.append([text for turn in replay for text in turn.observations])
+    official = ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
     assert ours == official
-    assert ("sort", {"file_name": "final_report.pdf"}) in calls  # B7
-    written = [ast.parse(call, mode="eval").body for task in TASKS for turn in task["ground_truth"] for call in turn]
+    assert ("sort", {"file_name": "final_report.pdf"}) in calls
+    texts = [text for task in TASKS for turn in task["ground_truth"] for text in turn]
+    written = [ast.parse(text, mode="eval").body for text in texts]
     assert sum(bool(call.args) for call in written) == 160  # with positional arguments
     keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
     assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
-    with pytest.raises(ValueError):
-        bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"]))
 
 
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_all_800_expert_replays_score_1(protocol):
+def test_bfcl_all_800_combined_expert_replays_score_1_in_less_than_twice_the_official_time():
+    plans = [expert_turns(task, "combined") for task in TASKS]
+    replays = [(task, [[calls] if calls else [] for calls in task["ground_truth"]]) for task in TASKS]
+
+    def ratio():
+        bfcl.scenario.cache_clear()
+        start = time.process_time()
+        envs = [play(task, texts) for task, texts in zip(TASKS, plans, strict=True)]
+        seconds = time.process_time() - start
+        for task, env in zip(TASKS, envs, strict=True):
+            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
+            assert env.calls == [call for turn in bfcl.gold_turns(task) for call in turn]
+            json.dumps(env.log)
+        (official,) = ask_judge("seconds", replays)
+        print(f"environment / official executor and checker: {seconds / official:.2f}")
+        return seconds / official
+
+    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
+
+
+def test_bfcl_all_800_expert_replays_in_turns_score_1_and_observations_are_cut_but_checked_whole():
+    cut = 0
     for task in TASKS:
-        env = play(task, expert_turns(task, protocol), protocol)
+        env = play(task, expert_turns(task, "turns"), "turns")
         assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
         assert env.calls == [call for turn in bfcl.gold_turns(task) for call in turn]
         json.dumps(env.log)
+        for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
+            assert len(text) <= bfcl.OBSERVATION_LIMIT
+            cut += text.endswith(bfcl.CUT_MARK)
+            assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
+    assert cut > 100
 
 
-KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed", "unknown",
-         "one by one", "state", "loop", "loop last")
+def test_bfcl_an_observation_is_cut_when_it_is_longer_than_the_limit():
+    limit, env = bfcl.OBSERVATION_LIMIT, opened("base_0")
+    frame = len(json.dumps({"terminal_output": ""}))
+    whole = ask(env, "echo", content="x" * (limit - frame))
+    assert whole == json.dumps({"terminal_output": "x" * (limit - frame)}) and len(whole) == limit
+    cut = ask(env, "echo", content="x" * (limit - frame + 1))
+    assert cut == whole[:limit - len(bfcl.CUT_MARK)] + bfcl.CUT_MARK
+
+
+KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
+         "unknown", "one by one", "state", "loop", "loop last")
 
 
 def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
@@ -1439,7 +1627,7 @@ def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
         texts[i] = say(*reversed(calls))
     elif kind == "drop turn":
         del texts[i]
-    elif kind == "early":  # this turn's calls already in the first turn, which may have no gold calls of its own
+    elif kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
         texts[i:i + 1] = []
         texts.insert(0, say(*calls))
     elif kind == "malformed":
@@ -1452,7 +1640,8 @@ def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
         api = task["involved_classes"][0]
         extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
                  "TwitterAPI": ("post_tweet", {"content": "hm"}),
-                 "VehicleControlAPI": ("setHeadlights", {"mode": "on"}), "TradingBot": ("fund_account", {"amount": 5})}
+                 "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
+                 "TradingBot": ("fund_account", {"amount": 5})}
         texts[i] = say(*calls, extra.get(api, calls[0]))
     elif kind.startswith("loop"):
         i = with_calls[-1] if kind == "loop last" else i
@@ -1461,13 +1650,13 @@ def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
 
 
 def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
-    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings. A tool
-    that is not shown does not run here, but would in the benchmark's executor, so there it gets another name."""
+    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
+    A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
     env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
     for text in texts + ["That is all."] * 10:
         shown = names(env)
         calls = []
-        for name, arguments in (block for block in parse_tool_calls(text) if not isinstance(block, str)):
+        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
             name = name if name in shown else "hidden_" + name
             calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
         steps += [calls] if calls else []
@@ -1479,73 +1668,279 @@ def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
     raise AssertionError("the episode did not end")
 
 
-def test_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
+def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
     rng, trajectories, ours, kinds = random.Random(1), [], [], []
-    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a tool not yet shown
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
     for number in range(420):
         task, kind = rng.choice(pool), KINDS[number % len(KINDS)]
         env, turns = play_turns(task, spoil(kind, task, rng))
-        trajectories.append([task["id"], turns])
+        trajectories.append((task, turns))
         ours.append(env.reward() == 1)
-        kinds.append((kind, env.reason))
+        kinds.append((task["id"], kind, env.reason))
     official = ask_judge("verdict", trajectories)
-    wrong = [(t[0], k, o) for t, k, o, u in zip(trajectories, kinds, official, ours) if o != u]
-    assert not wrong and len(official) == 420
+    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
     assert 100 < sum(ours) < 320  # both verdicts are well represented
-    assert {"no call", "state", "response", "step limit"} <= {
-        word for _, reason in kinds for word in ("no call", "state", "response", "step limit") if word in reason}
+    for words in ("no call", "state", "response", "step limit"):
+        assert any(words in reason for _, _, reason in kinds)
 
 
-def test_800_combined_replays_take_less_than_twice_the_official_time():
-    official = """
-        import time, train_bfcl
-        from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
-        tasks, start = train_bfcl.load_tasks(), time.perf_counter()
-        for t in tasks:
-            gold = t["ground_truth"]
-            assert multi_turn_checker([[calls] if calls else [] for calls in gold], gold, t, "", "judge")["valid"]
-        print(time.perf_counter() - start)"""
-    ours = """
-        import time, train_bfcl
-        tasks = train_bfcl.load_tasks()
-        plans, start = [train_bfcl.expert_turns(t, "combined") for t in tasks], time.perf_counter()
-        for t, texts in zip(tasks, plans):
-            env = train_bfcl.BFCLEnv(t)
-            env.reset()
-            for text in texts:
-                env.step(text)
-            assert env.reward() == 1
-            env.close()
-        print(time.perf_counter() - start)"""
-    ratio = float(run_python(ours)) / float(run_python(official))
-    print(f"environment / official executor and checker: {ratio:.2f}")
-    assert ratio < 2
+def test_bfcl_odd_results_have_one_text():
+    env = opened(MATH)
+    assert ask(env, "logarithm", value=20, base=10, precision=5) == "{'result': mpf('1.3010292')}"
+    assert ask(env, "power", base=-8, exponent=0.5).startswith("{'result': (1.7")
+    assert "Exceeds the limit" in ask(env, "power", base=10, exponent=5000)
+    assert ask(opened("base_0"), "mkdir", dir_name="new") == "None"
 
 
-# ======================================================================================================================
-# train_bfcl.py 6-7. Environment, experts and failures
-# ======================================================================================================================
-
-def test_only_listed_names_run_and_nothing_is_evaluated(tmp_path):  # B1
-    env = opened("base_0")
-    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
-                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add", f"open('{tmp_path}/x','w').close"):
-        assert ask(env, name).startswith("Error during execution: there is no tool named")
-    assert env.calls == [] and not list(tmp_path.iterdir())
+def test_bfcl_decimal_precision_stays_with_its_call():
+    import decimal
+    context = decimal.getcontext().copy()
+    env = opened(MATH)
+    assert ask(env, "square_root", number=2, precision=3) == "{'result': Decimal('1.41')}"
+    assert ask(env, "square_root", number=2, precision=10) == "{'result': Decimal('1.414213562')}"
+    assert repr(decimal.getcontext()) == repr(context)
 
 
-def test_bad_arguments_and_raising_tools_are_observations_and_do_not_count_as_calls_made():  # R7, R8
+def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
     env = opened("base_0")
     for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
         assert ask(env, name, **arguments).startswith("Error during execution: " + name)
     assert env.calls == []
     assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
+    assert env.calls == [("cat", {"file_name": 5})]
     messages = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
     assert [m["role"] for m in messages] == ["tool", "tool"] and messages[0]["content"].startswith("Error")
     assert json.loads(messages[1]["content"]) == {"current_working_directory": "document"}
 
 
-def test_wrong_and_perfect_rollouts_do_not_disturb_each_other_in_any_order():  # B2
+def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
+    env = opened("base_0")
+    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
+                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add",
+                 f"open('{tmp_path}/x','w').close"):
+        assert ask(env, name).startswith("Error during execution: there is no tool named")
+    assert env.calls == [] and not list(tmp_path.iterdir())
+
+
+# ============================================================================================================
+# train_bfcl.py: the helper process for calls that may not end
+# ============================================================================================================
+
+@pytest.mark.parametrize("name, arguments", [
+    ("power", {"base": 10, "exponent": 100_000_000}),
+    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
+    ("square_root", {"number": 2, "precision": 50_000_000}),
+    ("round_number", {"number": 5, "decimal_places": -10**9})])
+def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
+    env, other = opened(MATH), opened(MATH)
+    add = ("add", {"a": 1, "b": 2})
+    messages = env.step(say(add, (name, arguments), add, ("done", {})))
+    assert [m["content"] for m in messages] == [
+        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
+        *["Error: not run after a stopped call"] * 2]
+    assert env.calls == [add]
+    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
+    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
+
+
+def test_bfcl_the_limits_are_those_that_are_documented():
+    start = time.monotonic()
+    env = opened(MATH)
+    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
+    assert 1.5 < time.monotonic() - start < 30
+    assert (bfcl.CALL_SECONDS, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS) == (2, 2**30, 10**6)
+    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
+    if sys.platform == "linux":
+        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
+    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
+    env = opened(MATH, protocol)
+    assert len(env.step(endless)) == 2
+    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
+    assert env.step(endless) is None
+    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
+    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
+    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
+    env.reset()
+    assert env.step(endless) is not None  # a new episode counts anew
+
+
+def folders_in_folders(levels: int) -> BFCLEnv:
+    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
+    env = opened("base_0", excluded_function=[])
+    for level in range(levels):
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
+                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
+                     ("cd", {"folder": ".."})))
+    return env
+
+
+@pytest.mark.parametrize("limits", [
+    (0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS), (5, 2**27, bfcl.CALL_CHARACTERS)], ids=["time", "memory"])
+def test_bfcl_an_endless_file_tree_is_stopped_alike_in_every_environment(limits, worker):
+    worker.limits = limits
+    seen = []
+    for _ in range(4):
+        env = folders_in_folders(40)
+        seen.append((ask(env, "find", path="."), len(env.calls)))
+    assert seen == [("Error during execution: find was stopped, it needs too much time or memory", 200)] * 4
+    if limits[0] < 1:  # du needs no memory
+        assert "du was stopped" in ask(env, "du")
+
+
+def test_bfcl_what_a_call_may_use_does_not_depend_on_what_others_have_used(worker):
+    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
+    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
+    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
+    for instance in [fits, too_long, endless] * 2:
+        seen.append(worker.run(instance, "find", {"path": "."}) is None)
+    assert seen == [False, True, True] * 2
+
+
+def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
+    def find(instance, stack):
+        return find(instance, stack - 1) if stack else worker.run(instance, "find", {"path": "."})
+
+    env, seen = opened("base_0"), []
+    instance = env._instances["GorillaFileSystem"]
+    for level in range(260):
+        instance.mkdir("d")
+        instance.cd("d")
+        if level % 20 == 0:
+            instance.cd("/")
+            assert find(instance, 0) == find(instance, 300)
+            seen.append(find(instance, 0) is None)
+            for _ in range(level + 1):
+                instance.cd("d")
+    assert seen[0] is False
+
+
+API = '''
+import os, signal, subprocess, sys, time
+
+class Api:
+    def good(self): return {"result": 3}
+    def several_lines(self): return 'a\\n"b"\\n'
+    def prints(self):
+        print('"forged"', flush=True)
+        sys.__stdout__.write('"forged"\\n')
+        os.write(1, b'"forged"\\n')
+        subprocess.run(["echo", '"forged"'])
+        return "printed"
+    def prints_for_ever(self):
+        while True: print("x" * 1000)
+    def reads(self): return sys.stdin.read() + sys.stdin.read()
+    def asks(self): return input("?")
+    def raises(self): raise KeyError("k")
+    def leaves(self): sys.exit(0)
+    def interrupts(self): raise KeyboardInterrupt
+    def vanishes(self): os._exit(0)
+    def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
+    def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
+    def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
+    def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
+    def half_and_the_helper_too(self): self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
+    def write_part(self, part=b'"half an ans'):
+        for fd in range(3, 20):
+            try: os.write(fd, part)
+            except OSError: pass
+    def raises_memory(self): raise MemoryError
+    def needs_memory(self): return bytearray(2**31)
+    def hides_its_need(self):
+        lists = []
+        try:
+            while True: lists.append([1] * 10**5)
+        except MemoryError:
+            return "as if nothing had happened"
+    def recurses(self): return self.recurses()
+    def loops(self):
+        while True: pass
+    def says_much(self): return "x" * 1_000_001
+    def says_just_enough(self): return "x" * 1_000_000
+'''
+
+
+def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
+    (tmp_path / "an_api.py").write_text(API)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    api = importlib.import_module("an_api").Api()
+    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
+    answers = {
+        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
+        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
+    stopped = [
+        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
+        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
+        "recurses", "loops", "says_much"]
+    for name in [*answers, *stopped]:
+        assert worker.run(api, name, {}) == answers.get(name), name
+        assert worker.run(api, "good", {}) == '{"result": 3}', name
+    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
+    worker.process.wait()
+    assert worker.run(api, "good", {}) == '{"result": 3}'
+    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
+
+
+def test_bfcl_environments_may_run_in_threads_and_in_forked_processes():
+    def sums(number):
+        env = opened(MATH)
+        return [ask(env, "add", a=number, b=i) for i in range(30)]
+
+    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(sums, range(8))) == expected
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(sums(5) != expected[5])
+    assert sums(6) == expected[6]
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_bfcl_import_needs_no_bfcl_eval_use_creates_no_folders_and_the_helper_ends_with_its_parent():
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
+        import sys, time
+        sys.modules["bfcl_eval"] = None
+        import train_bfcl as bfcl
+        del sys.modules["bfcl_eval"]
+        tasks = {{task["id"]: task for task in bfcl.load_tasks()}}
+        for protocol in ("combined", "turns"):
+            task = tasks["multi_turn_{MATH}"]
+            env = bfcl.BFCLEnv(task, protocol); env.reset()
+            for text in bfcl.expert_turns(task, protocol): env.step(text)
+            print(env.reward())
+        print("bfcl_eval.constants.eval_config" in sys.modules)  # it creates folders
+        env.reset()
+        env.step(bfcl.calls_text([("add", {{"a": 1, "b": 2}})]))
+        print(bfcl.WORKER.process.pid, flush=True)
+        time.sleep(60)""")], cwd=HERE, stdout=subprocess.PIPE, text=True)
+    assert [child.stdout.readline().strip() for _ in range(3)] == ["1.0", "1.0", "False"]
+    helper = int(child.stdout.readline())
+    os.kill(helper, 0)
+    child.kill()
+    child.wait()
+    for _ in range(100):
+        try:
+            os.kill(helper, 0)
+            state = open(f"/proc/{helper}/stat").read().rsplit(")", 1)[1].split()[0]
+            if state == "Z":  # ended; only its new parent has not asked yet
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the helper outlived its parent")
+
+
+# ============================================================================================================
+# train_bfcl.py: environment, experts and failures
+# ============================================================================================================
+
+def test_bfcl_wrong_and_perfect_rollouts_do_not_disturb_each_other_in_any_order():
     for name in ("base_0", "long_context_160", "base_64", "base_120"):
         task = TASK[name]
         texts = expert_turns(task, "combined")
@@ -1555,12 +1950,13 @@ def test_wrong_and_perfect_rollouts_do_not_disturb_each_other_in_any_order():  #
             wrong.step(text)
             right.step(text)
         right.step(texts[-2])
-        right.step(texts[-1]), wrong.step(texts[-1])
+        right.step(texts[-1])
+        wrong.step(texts[-1])
         assert (right.reward(), wrong.reward()) == (1.0, 0.0)
         assert play(task, texts).reward() == 1.0
 
 
-def test_module_level_data_of_the_benchmark_never_carries_over():
+def test_bfcl_module_level_data_of_the_benchmark_never_carries_over():
     # post_tweet's default list and the long_context credit cards are shared objects in the benchmark
     for _ in range(2):
         env = opened("base_0")
@@ -1587,7 +1983,7 @@ def test_module_level_data_of_the_benchmark_never_carries_over():
     assert opened(name)._instances["TravelAPI"].credit_card_list == before
 
 
-def test_random_numbers_are_each_rollouts_own():
+def test_bfcl_random_numbers_are_each_rollouts_own():
     state = random.getstate()
     name = next(n for n, t in TASK.items() if "VehicleControlAPI" in t["involved_classes"])
     alone = [ask(env, "get_current_speed") for env in [opened(name)] for _ in range(3)]
@@ -1597,193 +1993,77 @@ def test_random_numbers_are_each_rollouts_own():
     assert random.getstate() == state
 
 
-MATH = next(n for n, t in TASK.items() if "MathAPI" in t["involved_classes"])
-
-
-@pytest.mark.parametrize("name, arguments", [
-    ("power", {"base": 10, "exponent": 100_000_000}), ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
-    ("square_root", {"number": 2, "precision": 50_000_000}), ("round_number", {"number": 5, "decimal_places": -10**9})])
-def test_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments):  # B3
-    env, other = opened(MATH), opened(MATH)
-    start = time.monotonic()
-    messages = env.step(say(("add", {"a": 1, "b": 2}), (name, arguments), ("add", {"a": 1, "b": 2})))
-    assert [m["content"] for m in messages][0] == '{"result": 3}'
-    assert "was stopped" in messages[1]["content"] or messages[1]["content"].startswith("Error during execution")
-    assert time.monotonic() - start < 30 and ("add", {"a": 1, "b": 2}) in env.calls
-    assert (name, arguments) not in env.calls
-    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    if sys.platform == "linux":
-        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (bfcl.CALL_BYTES, bfcl.CALL_BYTES)
-
-
-def test_a_file_tree_with_endlessly_many_paths_is_stopped():
-    env = opened("base_0", excluded_function=[])
-    for level in range(40):  # folder n holds folder n-1 twice: copies share their contents
-        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
-        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
-                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
-                     ("cd", {"folder": ".."})))
-    assert "was stopped" in ask(env, "find", path=".", name="x")
-    assert "was stopped" in ask(env, "du")
-
-
-def test_decimal_precision_stays_with_its_call():  # B4
-    import decimal
-    context = decimal.getcontext().copy()
-    env = opened(MATH)
-    assert ask(env, "square_root", number=2, precision=3) == "{'result': Decimal('1.41')}"
-    assert ask(env, "square_root", number=2, precision=10) == "{'result': Decimal('1.414213562')}"
-    assert repr(decimal.getcontext()) == repr(context)
-
-
-def test_odd_results_have_one_text():  # B5
-    env = opened(MATH)
-    assert ask(env, "logarithm", value=20, base=10, precision=5) == "{'result': mpf('1.3010292')}"
-    assert ask(env, "power", base=-8, exponent=0.5).startswith("{'result': (1.7")
-    assert "Exceeds the limit" in ask(env, "power", base=10, exponent=5000)
-    assert ask(opened("base_0"), "mkdir", dir_name="new") == "None"
-
-
-def test_tool_docs_use_json_schema_types_only():  # B6
-    def types(node):
-        if isinstance(node, dict):
-            for key, value in node.items():
-                yield from [value] if key == "type" and isinstance(value, str) else types(value)
-        elif isinstance(node, list):
-            for item in node:
-                yield from types(item)
-    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
-    assert len(everything) == 129  # 128 methods and done
-    assert set(types([t["function"]["parameters"] for t in everything.values()])) <= {
-        "object", "number", "integer", "string", "array", "boolean"}
-    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
-    assert all(set(t) == {"type", "function"} and set(t["function"]) == {"name", "description", "parameters"}
-               for t in everything.values())
-
-
-def test_excluded_functions_are_neither_shown_nor_callable():  # B8
-    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
-    assert len(excluded) == 18
-    for task in excluded:
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(task, protocol)
-            env.reset()
-            for name in task["excluded_function"]:
-                assert name not in names(env) and "no tool named" in ask(env, name, file_name="x")
-    env = opened("base_0", excluded_function=["mv"])  # even if the gold answer needs it
-    assert "no tool named" in ask(env, "mv", source="a", destination="b")
-
-
-def test_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():  # B9
-    for task in [t for t in TASKS if "missed_function" in t]:
-        env = BFCLEnv(task, "turns")
-        env.reset()
-        late = {name for group in task["missed_function"].values() for name in group}
-        for turn in range(len(task["question"])):
-            hidden = {n for when, group in task["missed_function"].items() if int(when) > turn for n in group}
-            assert hidden.isdisjoint(names(env)) and late - hidden <= set(names(env))
-            last = [entry for entry in env.log if entry["role"] == "user"][-1]["content"]
-            if str(turn) in task["missed_function"]:
-                assert last.endswith("\nI have updated some more functions you can choose from. What about now?")
-                assert all(f'"name": "{n}"' in last for n in task["missed_function"][str(turn)])
-            else:
-                assert last == task["question"][turn][0]["content"]
-            env.step("Nothing.")
-        assert late <= set(names(opened(task["id"][11:])))  # combined: there from the start
-    env = opened("miss_func_0", "turns")
-    assert "no tool named 'sort'" in ask(env, "sort", file_name="x")
-    assert env.calls == []
-
-
-def test_combined_prompt_merges_the_turns_and_hides_the_state():
-    env = BFCLEnv(TASK["miss_func_0"])
-    system, user = env.reset()
-    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
-    assert user["content"] == "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests)) + bfcl.CLOSING
-    assert names(env)[-1] == "done" and "root" not in user["content"]
-
-
-def test_observations_are_cut_at_the_documented_length_but_checked_whole():  # B10
-    cut = 0
-    for task in TASKS[200:400]:
-        env = play(task, expert_turns(task, "turns"), "turns")
-        for entry in env.log:
-            if entry["role"] == "tool":
-                assert len(entry["content"]) <= bfcl.OBSERVATION_LIMIT
-                cut += entry["content"].endswith(bfcl.CUT_MARK)
-        assert env.reward() == 1
-    assert cut > 100
-
-
-def test_eq5_wants_the_gold_state_and_the_gold_calls_in_any_order_with_any_extra_option():  # B11
+def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
+    """The gold state and the gold calls, these in any order, with any extra option."""
     task = TASK["base_0"]
     texts = expert_turns(task, "combined")
-    extra = say(("touch", {"file_name": "extra.txt"}))
-    assert play(task, texts[:-1] + [extra] + texts[-1:]).reason.startswith("final state")
-    assert play(task, texts[:2] + texts[-1:]).reward() == 0
-    no_grep = [say(*[c for c in parse_tool_calls(t) if c[0] != "grep"]) for t in texts]
-    assert play(task, no_grep).reason.startswith("gold call not made: grep")
-    swapped = texts[:1] + [say(*parse_tool_calls(texts[1]), *parse_tool_calls(texts[2]))] + texts[3:]
-    swapped[1] = say(parse_tool_calls(texts[1])[0], parse_tool_calls(texts[2])[0], parse_tool_calls(texts[1])[1])
-    assert play(task, swapped).reward() == 1
-    ls = next(t for t in TASKS if any(c == ("ls", {}) for turn in bfcl.gold_turns(t) for c in turn))
-    optional = [t.replace('"name": "ls", "arguments": {}', '"name": "ls", "arguments": {"a": true}')
-                for t in expert_turns(ls, "combined")]
-    assert optional != expert_turns(ls, "combined") and play(ls, optional).reward() == 1
+    touch = say(("touch", {"file_name": "extra.txt"}))
+    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
+    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
+    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
+    listing = next(t for t in TASKS if "ls()" in bfcl.gold_list(t))
+    optional = [text.replace('"name": "ls", "arguments": {}', '"name": "ls", "arguments": {"a": true}')
+                for text in expert_turns(listing, "combined")]
+    assert optional != expert_turns(listing, "combined")
+    for played, messages, R_state, R_action, reason in (
+            (task, texts, 1, 1, "ok"),
+            (task, swapped, 1, 1, "ok"),
+            (listing, optional, 1, 1, "ok"),
+            (task, [*texts[:-1], touch, texts[-1]], 0, 1, "final state"),
+            (task, no_grep, 1, 0, "gold call not made: grep"),
+            (task, [*texts[:2], texts[-1]], 0, 0, "gold call not made"),
+            (task, texts[-1:], 0, 0, "gold call not made")):
+        env = play(played, messages)
+        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
+        assert env.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("given, gold, equal", [
     (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
-    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ({"a": 1}, {"a": 1.0}, True),
-    ({"a": 1, "b": 2}, {"a": 1}, False),
-    (None, None, True),
-    ([True], [1], False), ("a", "A", False)])
-def test_arguments_are_equal_by_one_rule(given, gold, equal):  # B12
+    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ([1], [1, 2], False), ([True], [1], False),
+    ({"a": 1}, {"a": 1.0}, True), ({"a": 1, "b": 2}, {"a": 1}, False), ({"a": True}, {"a": 1}, False),
+    (None, None, True), ("a", "A", False)])
+def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
     assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
 
 
-def test_the_rule_holds_in_the_reward():  # B12
+def test_bfcl_the_rule_holds_in_the_reward():
     task = TASK["miss_func_49"]  # its last gold call is logarithm(value=20, base=10, precision=2)
     texts = expert_turns(task, "combined")
     for value, reward in ((20, 1), (20.0, 1), ("20", 0), (20.5, 0), ([20], 0)):
         texts[-2] = say(("logarithm", {"value": value, "base": 10.0, "precision": 2}))
         assert play(task, texts).reward() == reward
-    texts[-2] = say(("logarithm", {"value": 20, "base": 10, "precision": 2.0}))  # the method itself refuses 2.0
+    texts[-2] = say(("logarithm", {"value": 20, "base": 10, "precision": 2.0}))  # the method refuses 2.0
     assert play(task, texts).reward() == 1
 
 
-def test_known_odd_items_are_scored_like_the_rest():  # B13
-    for name in ("base_4", "miss_func_49"):
-        for protocol in ("combined", "turns"):
-            assert play(TASK[name], expert_turns(TASK[name], protocol), protocol).reward() == 1
-
-
-def test_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
     first = ("cd", {"folder": "document"})
     env = opened("base_0")
     assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
-    with pytest.raises(RuntimeError):
-        env.step("again")
     env = opened("base_0")
     assert env.step("I cannot do this.") is None and env.reward() == 0
     env = opened("base_0")
+    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
     env.step(say(first))
     assert env.reward() == 0 and env.reason == "the episode did not end"
     env.close()
+    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
+    assert "no tool named 'done'" in ask(env, "done")
 
 
-def test_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():  # R5
+def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
     from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
     assert bfcl.MAX_STEPS == MAXIMUM_STEP_LIMIT
     for protocol, steps in (("combined", 80), ("turns", 21)):
         env = opened("base_0", protocol)
-        for step in range(1, 200):
-            if env.step(say(("pwd", {}))) is None:
-                break
-        assert step == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+        while env.step(say(("pwd", {}))) is not None:
+            assert len(env.calls) < 200
+        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+        assert "step limit reached" in env.reason or protocol == "turns"
 
 
-def test_corrupted_experts_keep_the_format_and_mostly_fail():
+def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail():
     rng = random.Random(0)
     for protocol in ("combined", "turns"):
         failures = 0
@@ -1793,67 +2073,49 @@ def test_corrupted_experts_keep_the_format_and_mostly_fail():
             assert texts != expert and texts[-1] == expert[-1]
             for text in texts:
                 blocks = parse_tool_calls(text)
-                assert not any(isinstance(b, str) for b in blocks) and text == (say(*blocks) if blocks else text)
-                assert blocks or protocol == "turns"
+                assert not any(isinstance(b, str) for b in blocks)
+                assert text == say(*blocks) if blocks else protocol == "turns"
             env = play(task, texts, protocol)
             assert env.reason != "the episode did not end"
             failures += env.reward() == 0
         assert failures > 60
 
 
-# ======================================================================================================================
-# train_bfcl.py 2. The prompt
-# ======================================================================================================================
-
-def test_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():  # M2, M3
-    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
-    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(TASK[name], protocol)
-            messages = env.reset()
-            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
-            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
-            shown = opened(name, protocol).tools
-            ours, theirs = (qwen.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"]
-                            for m, t in ((messages, None), (native, shown)))
-            assert ours == theirs
-            text = llama.apply_chat_template(messages, tokenize=False)
-            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
-
-
-# ======================================================================================================================
-# train_bfcl.py, all of it, against hostile messages
-# ======================================================================================================================
+# ============================================================================================================
+# train_bfcl.py, the whole benchmark, against hostile messages
+# ============================================================================================================
 
 def hostile(rng: random.Random) -> str:
     task = rng.choice(TASKS)
     name, arguments = rng.choice([c for turn in bfcl.gold_turns(task) for c in turn])
-    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [], [[[]]],
-                        [1, "a"], {"a": {}}])
+    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
+                        [[[]]], [1, "a"], {"a": {}}])
     kind = rng.randrange(9)
     if kind < 4 and arguments:
         arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
     if kind == 4:
-        name = rng.choice(["_load_scenario", "__init__", "__class__", "eval", "os.system", "done ", "", "_random",
-                           name.upper()])
+        name = rng.choice(["_load_scenario", "__init__", "__class__", "eval", "os.system", "done ", "",
+                           "_random", name.upper()])
     text = say((name, arguments))
     if kind == 5:
         position = rng.randrange(len(text))
-        piece = rng.choice(['"', "{", "]", "\\", "<tool_call>", "</tool_call>", "\ud83d", "NaN"])
+        piece = rng.choice(['"', "{", "]", "\\", "<tool_call>", "</tool_call>", "<think>", "\ud83d", "NaN"])
         text = text[:position] + piece + text[position:]
     elif kind == 6:
         text = text[:rng.randrange(len(text))]
     elif kind == 7:
-        text = "".join(rng.choices(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"ls"', "[", "1e999", " ",
-                                    "\udfff"], k=30))
+        pieces = ["<tool_call>", "</tool_call>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "1e999",
+                  " ", "\udfff"]
+        text = "".join(rng.choices(pieces, k=30))
     elif kind == 8:
         text = text + rng.choice(["", "and\n"]) + text
     return text
 
 
-def test_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
+def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
     rng, start = random.Random(7), time.monotonic()
-    tasks = [TASK[name] for name in ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")]
+    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
+    tasks = [TASK[name] for name in chosen]
     envs = [BFCLEnv(task, protocol) for task in tasks for protocol in ("combined", "turns")]
     for env in envs:
         env.reset()
@@ -1874,29 +2136,6 @@ def test_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
     for task in tasks:
         assert play(task, expert_turns(task, "turns"), "turns").reward() == 1
     assert time.monotonic() - start < 40
-
-
-def test_the_helper_ends_with_its_parent_however_that_ends():
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
-        import time, train_bfcl as bfcl
-        env = bfcl.BFCLEnv({{t["id"]: t for t in bfcl.load_tasks()}}["multi_turn_{MATH}"]); env.reset()
-        env.step(bfcl.calls_text([("add", {{"a": 1, "b": 2}})]))
-        print(bfcl.WORKER.process.pid, flush=True)
-        time.sleep(60)""")], cwd=HERE, stdout=subprocess.PIPE, text=True)
-    helper = int(child.stdout.readline())
-    os.kill(helper, 0)
-    child.kill()
-    child.wait()
-    for _ in range(100):
-        try:
-            os.kill(helper, 0)
-            state = open(f"/proc/{helper}/stat").read().rsplit(")", 1)[1].split()[0]
-            if state == "Z":  # ended; only its new parent has not asked yet
-                return
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the helper outlived its parent")
 
 
 # ======================================================================================================================
