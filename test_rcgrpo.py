@@ -3596,30 +3596,38 @@ def torchrun(tmp_path, n, script, *argv, timeout=150):
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def small_main(stage, step, *flags):
+    """The small pipeline in this process, which dies just after that step."""
+    log = bfcl.Run.log
+
+    def dies(run, *place_and_more):
+        log(run, *place_and_more)
+        if place_and_more[:2] == (stage, step):
+            os._exit(9)
+
+    bfcl.pipeline, bfcl.Run.log = small_pipeline, dies
+    bfcl.main(["--model", *flags, *TINY])
+
+
 def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
-    script = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import test_rcgrpo as spec, train_bfcl as bfcl
-bfcl.pipeline = spec.small_pipeline
-log = bfcl.Run.log
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
+    assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
+    assert list((killed / "checkpoints").glob("stage2-*"))
+    assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
+    assert_same_run(whole, killed)
+    assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
 
-def dies(run, stage, step, *more):
-    log(run, stage, step, *more)
-    if [stage, str(step)] == sys.argv[2:4]:
-        os._exit(9)
 
-bfcl.Run.log = dies
-bfcl.main(sys.argv[4:])
-"""
-    flags = lambda name: ["--model", base, "--out", tmp_path / name, *TINY]
-    assert torchrun(tmp_path, 2, script, "never", "0", *flags("whole")).returncode == 0
-    assert torchrun(tmp_path, 2, script, "stage2", "2", *flags("x")).returncode != 0
-    assert [p.name for p in (tmp_path / "x" / "checkpoints").iterdir()][-1:] != []
-    result = torchrun(tmp_path, 2, script, "never", "0", *flags("x"), "--resume")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert_same_run(tmp_path / "whole", tmp_path / "x")
-    assert len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()) == 8  # one process writes
+def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
+    out = tmp_path / "x"
+    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
+    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
+    for name in ("stage1", "model"):
+        one, other = weights(whole_run / name), weights(out / name)
+        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
+    for one, other in zip(read_lines(whole_run / "metrics.jsonl"), read_lines(out / "metrics.jsonl"), strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):
