@@ -773,9 +773,9 @@ def check_rows(model, rows):
 def passes(model, trajectories, tokens_per_pass, gather=list):
     """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
 
-    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own. The
-    longest are placed first, and each where there is room: passes are few and about equally long, also on
-    processes that wait for each other. All make the same number, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own.
+    The longest are placed first, each where there is room: passes are few and about equally long, also on
+    processes that wait for each other. All make the same number, the last ones empty if there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
