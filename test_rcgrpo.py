@@ -3240,6 +3240,7 @@ def fake_gpus(n, config, offload=False):
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as memory:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         patch.setattr(rcgrpo, "causal_lower_right", lambda *shape: None)
+        patch.setattr(rcgrpo.group_attention, "calls", 0, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         if offload:
             patch.setattr(torch.Tensor, "to", copied)
