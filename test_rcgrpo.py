@@ -3480,6 +3480,7 @@ def fake_gpus(n, config, offload=False):
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as memory:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         patch.setattr(rcgrpo, "causal_lower_right", lambda *shape: None)
+        patch.setattr(rcgrpo.group_attention, "calls", 0, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         if offload:
             patch.setattr(torch.Tensor, "to", copied)
@@ -3498,14 +3499,15 @@ def fake_gpus(n, config, offload=False):
 
 
 def tracked_update(shape, tokens_per_pass, memory, host, training, actor, groups=4):
-    """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients, is the last."""
+    """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients, is the last;
+    and the tokens of that pass."""
     prompt, continuation, actions = shape
     mask = [0] * (prompt + continuation - actions) + [1] * actions
     rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5) for row in range(5 * groups)]
     cut = rcgrpo.passes(training[0], rows, tokens_per_pass)[:2]
     memory.peak = 0
     rcgrpo_update(*training, [rows[row] for part in cut for row in part], tokens_per_pass=tokens_per_pass)
-    return memory.peak - host
+    return memory.peak - host, len(rcgrpo.pack([rows[row] for row in cut[0]])[0])
 
 
 def tracked_sampling(rows, length, memory, host, training, actor):
@@ -3516,7 +3518,35 @@ def tracked_sampling(rows, length, memory, host, training, actor):
     with torch.no_grad():
         policy._feed([[1] * length] * rows)
         policy._feed([[1]] * rows)
-    return memory.peak - host * 3 // 4
+    return memory.peak - host * 3 // 4, rows * length
+
+
+def planned(config, n, offload, tokens, row=None):
+    """Bytes that the plan counts for an update with passes of so many tokens, or for sampling rows of this length."""
+    sizes, flags = Qwen2Config(**config), ["--sampler", "plain", *["--offload"] * offload]
+    s = bfcl.parse_arguments([*flags, "--max-tokens", str(row or tokens), "--tokens-per-pass", str(tokens),
+                              "--rollout-tokens", str(tokens)])
+    *fixed, update = (size for _, size, _ in bfcl.memory(s, sizes, bfcl.count_parameters(sizes), n, gpu=True))
+    return sum(fixed) + (bfcl.rollout_memory(s, sizes, 2, gpu=True) if row else update)
+
+
+PLACES = [("7B", QWEN_7B, 8, False), ("7B", QWEN_7B, 4, False), ("7B", QWEN_7B, 1, True), ("1.5B", QWEN_1_5B, 1, False),
+          ("1.5B", QWEN_1_5B, 1, True)]
+
+
+def print_memory(layers=28):
+    torch.set_num_threads(1)
+    for name, config, n, offload in PLACES:
+        config, name = {**config, "num_hidden_layers": layers}, f"{name} on {n}{' with --offload' * offload}"
+        with fake_gpus(n, config, offload) as tracked:
+            for shape in SHAPES:
+                peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
+                plan = planned(config, n, offload, tokens)
+                print(f"{name}, update, {shape}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
+            for rows, length in ((39, 2300), (22, 4700), (8, 15360)):
+                peak, tokens = tracked_sampling(rows, length, *tracked)
+                plan = planned(config, n, offload, tokens, length)
+                print(f"{name}, sampling, {rows} x {length}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
 
 
 def test_bfcl_the_peak_follows_tokens_per_pass():
@@ -3525,7 +3555,7 @@ def test_bfcl_the_peak_follows_tokens_per_pass():
         before = tracked[0].now
 
         def peak(prompt, continuation, tokens_per_pass):
-            return tracked_update((prompt, continuation, continuation), tokens_per_pass, *tracked, groups=2) - before
+            return tracked_update((prompt, continuation, continuation), tokens_per_pass, *tracked, groups=2)[0] - before
 
         once = peak(500, 500, 3000)
         assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
@@ -3537,15 +3567,13 @@ def test_bfcl_the_peak_follows_tokens_per_pass():
 @pytest.mark.parametrize("config, n, offload", [(QWEN_7B, 8, False), (QWEN_1_5B, 1, True)])
 def test_bfcl_the_plan_is_within_15_percent_of_what_is_tracked(config, n, offload):
     """Two layers here; print_memory() has all 28."""
-    config, args = {**config, "num_hidden_layers": 2}, plan_arguments(*["--offload"] * offload, "--sampler", "plain")
-    sizes = bfcl.Qwen2Config(**config)
-    parts = bfcl.memory(args, sizes, bfcl.count_parameters(sizes), n, gpu=True)
+    config = {**config, "num_hidden_layers": 2}
     with fake_gpus(n, config, offload) as tracked:
-        memory, host, training, actor = tracked
-        assert sum(size for _, size, _ in parts) == pytest.approx(tracked_update(SHAPES["C"], 24576, *tracked), rel=0.15)
-        assert sum(size for _, size, _ in parts[:-1]) == pytest.approx(memory.now - host * 3 // 4, rel=0.01)
-        sampling = tracked_sampling(8, 15360, *tracked) - (memory.now - host * 3 // 4)
-        assert bfcl.rollout_memory(args, sizes, 2, True) == pytest.approx(sampling, rel=0.15)
+        for shape in "CD":
+            peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
+            assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.15)
+        peak, tokens = tracked_sampling(8, 15360, *tracked)
+        assert planned(config, n, offload, tokens, row=15360) == pytest.approx(peak, rel=0.15)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
@@ -3575,20 +3603,6 @@ def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
     assert waiting(loads(longest_first)) < 1.2
     one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]] for rank in range(8)]
     assert waiting(one_group_a_pass) > 1.6  # what it was
-
-
-def print_memory(layers=28):
-    torch.set_num_threads(1)
-    for name, config, places in (("7B", QWEN_7B, [(8, False), (4, False), (1, True)]),
-                                 ("1.5B", QWEN_1_5B, [(1, False), (1, True)])):
-        for n, offload in places:
-            with fake_gpus(n, {**config, "num_hidden_layers": layers}, offload) as tracked:
-                for shape in SHAPES:
-                    peak = tracked_update(SHAPES[shape], 24576, *tracked) / 2**30
-                    print(f"{name} on {n}{' with --offload' * offload}, update, {shape}: {peak:.1f} GiB", flush=True)
-                for rows, length in ((39, 2300), (22, 4700), (8, 15360)):
-                    peak = tracked_sampling(rows, length, *tracked) / 2**30
-                    print(f"{name} on {n}{' with --offload' * offload}, sampling, {rows} x {length}: {peak:.1f} GiB", flush=True)
 
 
 # ======================================================================================================================
@@ -3836,30 +3850,38 @@ def torchrun(tmp_path, n, script, *argv, timeout=150):
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def small_main(stage, step, *flags):
+    """The small pipeline in this process, which dies just after that step."""
+    log = bfcl.Run.log
+
+    def dies(run, *place_and_more):
+        log(run, *place_and_more)
+        if place_and_more[:2] == (stage, step):
+            os._exit(9)
+
+    bfcl.pipeline, bfcl.Run.log = small_pipeline, dies
+    bfcl.main(["--model", *flags, *TINY])
+
+
 def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
-    script = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import test_rcgrpo as spec, train_bfcl as bfcl
-bfcl.pipeline = spec.small_pipeline
-log = bfcl.Run.log
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
+    assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
+    assert list((killed / "checkpoints").glob("stage2-*"))
+    assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
+    assert_same_run(whole, killed)
+    assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
 
-def dies(run, stage, step, *more):
-    log(run, stage, step, *more)
-    if [stage, str(step)] == sys.argv[2:4]:
-        os._exit(9)
 
-bfcl.Run.log = dies
-bfcl.main(sys.argv[4:])
-"""
-    flags = lambda name: ["--model", base, "--out", tmp_path / name, *TINY]
-    assert torchrun(tmp_path, 2, script, "never", "0", *flags("whole")).returncode == 0
-    assert torchrun(tmp_path, 2, script, "stage2", "2", *flags("x")).returncode != 0
-    assert [p.name for p in (tmp_path / "x" / "checkpoints").iterdir()][-1:] != []
-    result = torchrun(tmp_path, 2, script, "never", "0", *flags("x"), "--resume")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert_same_run(tmp_path / "whole", tmp_path / "x")
-    assert len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()) == 8  # one process writes
+def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
+    out = tmp_path / "x"
+    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
+    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
+    for name in ("stage1", "model"):
+        one, other = weights(whole_run / name), weights(out / name)
+        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
+    for one, other in zip(read_lines(whole_run / "metrics.jsonl"), read_lines(out / "metrics.jsonl"), strict=True):
+        assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):

@@ -105,7 +105,7 @@ SETTINGS = {
     ],
     "memory and speed": [
         ("--tokens-per-pass", 24576, COUNT, "tokens of one forward and backward pass in training"),
-        ("--rollout-tokens", 2**17, COUNT, "tokens, padding included, in the plain sampler's cache"),
+        ("--rollout-tokens", 2**17, COUNT, "tokens, padding included, in the plain sampler's cache; the other's has three times as many"),
         ("--sampler", "auto", ["auto", "plain", "continuous"],
          "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention"),
         ("--offload", False, YES_OR_NO, "keep weights and moments in the host's memory: fewer GPUs, slower"),
@@ -1219,10 +1219,10 @@ class Processes:
 
     def fail(self, error: BaseException):
         """End one of several processes that failed. The others may wait for it: torchrun ends them."""
-        if isinstance(error, SystemExit) and isinstance(error.code, str):
-            print(error, file=sys.stderr)
-        else:
+        if not isinstance(error, SystemExit):
             traceback.print_exception(error)
+        elif isinstance(error.code, str):
+            print(error, file=sys.stderr)
         self._end(1)
 
     def _end(self, code: int):
@@ -1233,12 +1233,13 @@ class Processes:
         os._exit(code)
 
     def shard(self, model):
-        """FSDP2: every process holds 1/N of the fp32 weights, gradients and moments; a GPU computes in bf16.
-        Gradients are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
+        """FSDP2: every process holds 1/N of weights, gradients and moments; a GPU computes in bf16. Gradients
+        are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
         if not self.sharded:
             return model
         mixed = MixedPrecisionPolicy(self.compute_dtype(), torch.float32)
-        offload = CPUOffloadPolicy(pin_memory=self.cuda) if self.offload else OffloadPolicy()
+        trained = any(p.requires_grad for p in model.parameters())
+        offload = CPUOffloadPolicy(pin_memory=self.cuda) if self.offload and trained else OffloadPolicy()
         for module in [*model.get_decoder().layers, model]:
             fully_shard(module, mesh=self.mesh, mp_policy=mixed, offload_policy=offload)
             if self.size > 1:
@@ -1283,22 +1284,23 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged file fails in many ways
-        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the Hugging Face hub or a folder "
-                         f"with config.json, weights and tokenizer: {first_line(error)}") from None
-
+        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the Hugging Face hub or "
+                         f"a folder with config.json, weights and tokenizer: {first_line(error)}") from None
 
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
-    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), reward tokens, then shards: in this order."""
+    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), then reward tokens, then shards."""
     gc.collect()  # a sharded model of an earlier stage is part of reference cycles
     if processes.cuda:
         torch.cuda.empty_cache()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # a damaged file fails in many ways
         raise SystemExit(f"cannot load a model from {path!r}: {first_line(error)}") from None
     if report["missing_keys"]:
-        raise SystemExit(f"cannot load a model from {path!r}: no weights for {', '.join(sorted(report['missing_keys'])[:3])}")
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise SystemExit(f"cannot load a model from {path!r}: no weights for {missing}")
     add_reward_tokens(tokenizer, model)
     if checkpointing:
         model.activation_checkpointing_enable()
@@ -1325,7 +1327,7 @@ def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_to
     """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and
     slower without: "auto" looks for that. Its cache is shared and not padded; three times as large, it holds
     a step of the paper's on eight GPUs."""
-    flash = model.device.type == "cuda" and is_flash_attn_2_available()
+    flash = model.device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
     if sampler == "plain" or sampler == "auto" and not flash:
         return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
     stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
@@ -1402,9 +1404,9 @@ class ContinuousPolicy:
             self.model.train(self.training)
 
 
-def evaluate_some(processes: Processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
-    """Success on a few test tasks along the way, with its 95 % interval, for metrics.jsonl. Only to be watched:
-    the best checkpoint by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
+def evaluate_some(processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
+    """Success on a few test tasks along the way, with its 95 % interval. Only to be watched: the best checkpoint
+    by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
     mine = processes.mine(tasks)
     envs = [make_env(task) for task in mine]
     played = rollout(envs, [reward_token] * len(mine), policy(model), tokenizer, **limits) if mine else []
@@ -1966,7 +1968,8 @@ def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple
     compute, alone = (2 if gpu else 4), not gpu and processes == 1
     fp32 = 0 if args.offload else 4 * n_params / processes
     rollouts = rollout_memory(args, config, compute, gpu)
-    update = fp32 + update_memory(args, config, n_params, compute)
+    tokens = max(args.tokens_per_pass, args.max_tokens)  # a row is not split
+    update = fp32 + update_memory(tokens, config, n_params, compute)
     parts = [("fp32 weights and AdamW's moments", 3 * fp32, "more GPUs, or --offload")]
     if args.rl != "none":
         parts.append(("the copy that rolls out", 0 if alone else compute * n_params, "a smaller --model"))
@@ -1974,20 +1977,18 @@ def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple
         parts.append(("pi_ref", compute * n_params / processes, "more GPUs, or --beta 0"))
     if args.rl != "none" and rollouts > update:
         return [*parts, ("a rollout's keys and values", rollouts, "lower --rollout-tokens")]
-    longer = args.max_tokens > args.tokens_per_pass  # a trajectory can be a pass of its own
-    remedy = "lower --max-tokens" if longer else "lower --tokens-per-pass"
+    remedy = "lower --tokens-per-pass" if tokens == args.tokens_per_pass else "lower --max-tokens"
     return [*parts, ("an update, with its gradients", update, remedy)]
 
 
-def update_memory(args, config, n_params: int, compute: int) -> float:
-    """A pass over T tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits.
+def update_memory(tokens: int, config, n_params: int, compute: int) -> float:
+    """A pass over so many tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits.
     Beside them live a hidden state per layer, weights and gradients outside the layers, gathered, and those
     of a few."""
-    T = max(args.tokens_per_pass, args.max_tokens)
     width, layers = config.hidden_size, config.num_hidden_layers
     inner, vocabulary = getattr(config, "intermediate_size", None) or 4 * width, config.vocab_size
-    mlp = T * ((layers + 15) * width + 6 * inner) * compute
-    logits = T * layers * width * compute + 4 * 1024 * vocabulary * 4
+    mlp = tokens * ((layers + 15) * width + 6 * inner) * compute
+    logits = tokens * layers * width * compute + 4 * 1024 * vocabulary * 4
     root = vocabulary * width * compute
     tied = getattr(config, "tie_word_embeddings", False)
     layer = max(0, n_params - vocabulary * width * (1 if tied else 2)) / layers
@@ -2012,7 +2013,8 @@ def bytes_in_cache(config, compute: int) -> int:
 
 
 def is_continuous(args, gpu: bool) -> bool:
-    return args.sampler == "continuous" or args.sampler == "auto" and gpu and is_flash_attn_2_available()
+    flash = gpu and is_flash_attn_2_available(kernels_fallback_ok=True)
+    return args.sampler == "continuous" or args.sampler == "auto" and flash
 
 
 def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
