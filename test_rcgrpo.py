@@ -2701,6 +2701,15 @@ def test_bfcl_an_observation_is_cut_when_it_is_longer_than_the_limit():
     assert cut == whole[:limit - len(bfcl.CUT_MARK)] + bfcl.CUT_MARK
 
 
+def test_bfcl_an_observation_is_cut_when_it_is_longer_than_the_limit():
+    limit, env = bfcl.OBSERVATION_LIMIT, opened("base_0")
+    frame = len(json.dumps({"terminal_output": ""}))
+    whole = ask(env, "echo", content="x" * (limit - frame))
+    assert whole == json.dumps({"terminal_output": "x" * (limit - frame)}) and len(whole) == limit
+    cut = ask(env, "echo", content="x" * (limit - frame + 1))
+    assert cut == whole[:limit - len(bfcl.CUT_MARK)] + bfcl.CUT_MARK
+
+
 KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
          "unknown", "one by one", "state", "loop", "loop last")
 
@@ -3238,6 +3247,7 @@ def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """The tiny random model of --smoke."""
+    gc.freeze()  # what the libraries made at import need not be looked through each time a model is loaded
     folder = tmp_path_factory.mktemp("base")
     bfcl.make_tiny_model(folder)
     return folder
@@ -3301,6 +3311,7 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
         ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model",
         "eval.json", "trajectories.jsonl"}
+    assert not any((whole_run / "checkpoints").iterdir())  # the stages are over
     lines = read_lines(whole_run / "metrics.jsonl")
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
@@ -3640,10 +3651,11 @@ REFUSALS = {
     "data cut in a line": (lambda w: w.run("data.jsonl", cut(-99)), "data.jsonl, line 4: "),
     "a line twice": (lambda w: w.run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
     "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])), "data.jsonl, line 1: .*unexpected keyword"),
-    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"[", b"[99999, ", 1)), "line 1: ids"),
+    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: re.sub(rb"\[\d+", b"[99999", x, count=1)), "line 1: ids that"),
     "a short mask": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"1, 1]", b"1]", 1)), "line 1: ids and mask"),
     "another reward": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"reward": 1', b'"reward": 0', 1)), "line 1: no"),
     "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "metrics.jsonl, line 9: there is no 'stage'"),
+    "metrics twice": (lambda w: w.run("metrics.jsonl", lines(lambda x: x + x[:1]), ()), "metrics.jsonl, line 9: .*before"),
     "half a line inside": (lambda w: w.run("timings.jsonl", lambda x: b'{"sta\n' + x, ()), "timings.jsonl, line 1: "),
     "stage 1 without config": (lambda w: w.run("stage1/config.json", gone, ("model",)), "cannot load a model from .*stage1"),
     "stage 1 cut": (lambda w: w.run("stage1/model.safetensors", cut(5000), ("model",)), "cannot load a model from .*stage1"),
@@ -3682,7 +3694,8 @@ def test_bfcl_the_advice_of_a_refusal_works_with_the_same_out(base, tmp_path, sm
 
 def test_bfcl_a_run_folder_is_one_processes_at_a_time(base, tmp_path):
     settings = bfcl.binding_settings(bfcl.parse_arguments(TINY))
-    with bfcl.Run(tmp_path / "x", settings, bfcl.Processes()):
+    run = bfcl.Run(tmp_path / "x", settings, bfcl.Processes())
+    with run:
         with pytest.raises(SystemExit, match="another process is at work there"):
             bfcl.Run(tmp_path / "x", settings, bfcl.Processes())
     bfcl.Run(tmp_path / "x", settings, bfcl.Processes()).close()
@@ -3705,6 +3718,8 @@ def test_bfcl_every_table_names_the_reward_token_of_its_arm(init, rl):
     own = "high" if rl == "rc-grpo" or init == "rctp" else "none"  # trained under reward tokens, or not
     assert bfcl.own_reward_token(init, rl) == own
     tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0}, {"id": "multi_turn_miss_func_2", "reward": 0.0}])
+    counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
+    assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
     printed = bfcl.table(f"{init} + {rl}", {goal: tallied for goal in bfcl.REWARD_TOKENS}, own).split("\n")
     assert [line for line in printed if re.search(r"(high|low|none) [*]", line)] == [
         line for line in printed if re.search(rf" {own} +[*]? *50.00 \(1/2\)", line)]
@@ -3823,12 +3838,32 @@ def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(ba
         bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
 
 
+def test_bfcl_data_that_are_not_what_they_should_be_end_the_run(base, tmp_path, monkeypatch):
+    run, train, tokenizer, limits = data_run(base, tmp_path)
+    settings = tokenizer, "combined", limits, 0
+    with monkeypatch.context() as patch:
+        patch.setattr(bfcl, "corrupt_turns", lambda task, turns, rng: turns)
+        with pytest.raises(SystemExit, match="100 corruptions of .* all scored 1"):
+            bfcl.make_data(run, train, *settings, True, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(bfcl, "expert_turns", lambda task, protocol: expert_turns(task, protocol)[-1:])  # done() alone
+        with pytest.raises(SystemExit, match="do not score 1"):
+            bfcl.make_data(run, train, *settings, True, None)
+
+
+def test_bfcl_batches_that_processes_cannot_share_are_refused(base):
+    for flags, words in (([], "--stage1-batch 2"), (["--stage1-batch", "3"], "--batch 2"), (["--init", "none"], "--batch 2")):
+        with pytest.raises(SystemExit, match=f"{words} cannot be shared evenly by 3 processes"):
+            bfcl.check_everything(bfcl.parse_arguments(["--model", str(base), *TINY, *flags]), 3)
+    bfcl.check_everything(bfcl.parse_arguments(["--model", str(base), *TINY, "--stage1-batch", "3", "--rl", "none"]), 3)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name, protocol):
     tokenizer = tokenizer_named(name)
     add_reward_tokens(tokenizer)
-    for task in TASKS[::97]:
+    for task in TASKS[::200]:
         policy = scripted_policy(expert_turns(task, protocol), tokenizer)
         (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
         assert t.reward == 1 and t.ids.count(tokenizer.convert_tokens_to_ids(HIGH)) == 1
@@ -3946,7 +3981,7 @@ class Recording:
     def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
         stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
         envs = list(envs)
-        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol,
+        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol, "env": type(envs[0]),
                  "reward_tokens": tuple(reward_tokens), "limits": limits,
                  **getattr(policy, "given", {})}
         for name, value in place.items():
@@ -3965,6 +4000,7 @@ class Recording:
 
     def stage1(self, model, optimizer, trajectories, gather=None, **settings):
         self.note("stage 1: learning rate", optimizer.param_groups[0]["lr"])
+        self.note("stage 1: optimizer", (type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]))
         self.note("stage 1: rows", tuple((t.group, t.reward_token, t.reward) for t in trajectories))
         self.note("stage 1: model", model.value.item())
         for name, value in settings.items():
@@ -3975,8 +4011,9 @@ class Recording:
     def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None, gather=None,
                mine=None, limits=None, **settings):
         limits["progress"](3)
-        place = {"learning rate": optimizer.param_groups[0]["lr"], "tasks": tuple(task["id"] for task in tasks),
-                 "protocol": make_env(tasks[0]).protocol, "reward tokens' seed": generator.initial_seed(),
+        place = {"learning rate": optimizer.param_groups[0]["lr"],
+                 "optimizer": (type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]), "tasks": tuple(task["id"] for task in tasks),
+                 "protocol": make_env(tasks[0]).protocol, "env": type(make_env(tasks[0])), "reward tokens' seed": generator.initial_seed(),
                  "limits": {name: value for name, value in limits.items() if name != "progress"},
                  "model": model.value.item(), "sampled model": policy.model.value.item(),
                  "reference": None if ref_model is None else ref_model.value.item(),
@@ -4027,17 +4064,19 @@ def everywhere(places, names):
 
 
 POLICY = ["temperature", "sampler", "max_new_tokens", "cache_tokens", "seed", "model"]
-SCRIPTS = everywhere(["scripts"], ["tasks", "protocol", "reward_tokens", "limits", "actions"])
-FAILURES = everywhere(["failures"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
-STAGE_1 = everywhere(["stage 1"], ["learning rate", "rows", "model", "tokens_per_pass", "max_grad_norm"])
-EVALUATION = everywhere(["evaluation"], ["tasks", "protocol", "reward_tokens", "limits", *POLICY])
+SCRIPTS = everywhere(["scripts"], ["tasks", "env", "protocol", "reward_tokens", "limits", "actions"])
+FAILURES = everywhere(["failures"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
+STAGE_1 = everywhere(["stage 1"], ["learning rate", "optimizer", "rows", "model", "tokens_per_pass", "max_grad_norm"])
+EVALUATION = everywhere(["evaluation"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
 REPORT = everywhere(["report"], ["arm", "reward_token", "split", "protocol", "goals"])
 ORIGINS = {"origin of stage1", "origin of model"}
 WATCHING = everywhere(["watching"], ["tasks", "protocol", "reward_token", "limits", *POLICY])
-TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: rows", "stage 2: tasks", "watching: tasks",
-            "evaluation: tasks"}
-LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "watching: model", "evaluation: model"}
-STAGE_2 = everywhere(["stage 2"], ["learning rate", "tasks", "protocol", "reward tokens' seed", "limits", "model", "sampled model",
+TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: rows", "stage 2: tasks",
+            "watching: tasks", "evaluation: tasks"}
+LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "watching: model",
+                "evaluation: model"}
+STAGE_2 = everywhere(["stage 2"], ["learning rate", "optimizer", "tasks", "env", "protocol",
+                                   "reward tokens' seed", "limits", "model", "sampled model",
                                    "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
                                    "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates",
                                    "tokens_per_pass", "max_grad_norm"])
@@ -4132,6 +4171,7 @@ def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
     assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
     assert r["stage 1: model"] == [0, 1] and r["stage 1: learning rate"] == [1e-2] * 2
     assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22] and r["stage 2: learning rate"] == [1e-3] * 3
+    assert {*r["stage 1: optimizer"], *r["stage 2: optimizer"]} == {("AdamW", 0)}
     assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: models apart"] == [True] * 3
     assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
     assert len({*r["stage 2: seed"], *r["stage 2: reward tokens' seed"], *r["failures: seed"]}) == 7
@@ -4202,7 +4242,7 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
         recording.thread.rank = rank
         try:
             settings = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *RECORDED])
-            bfcl.pipeline(settings, Beside(rank))
+            bfcl.pipeline(settings, Beside(rank), bfcl.ParityEnv)
         except BaseException as error:
             failures.append(error)
             Beside.barrier.abort()
@@ -4222,7 +4262,10 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
             assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
     for place in ("stage 2: seed", "stage 2: reward tokens' seed", "failures: seed"):
         assert len({*itertools.chain(*both(place))}) == 2 * len(recorded[place])
-    for rank in (0, 1):
+    for rank in (0, 1):  # a smoke run's rewards are for stage 2 alone
+        assert {*recording.notes("stage 2: env", rank)} == {bfcl.ParityEnv}
+        assert {type for place in ("scripts", "failures", "evaluation")
+                for type in recording.notes(f"{place}: env", rank)} == {bfcl.BFCLEnv}
         assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is brought up to date
         assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
         assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
@@ -5045,7 +5088,7 @@ def outcome(call, *arguments):
         return refusal
 
 
-FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", 4))  # for each of the three
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", 3))  # for each of the three
 
 
 def until_tired(seed):

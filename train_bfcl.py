@@ -183,14 +183,15 @@ def pipeline(s, processes: Processes, train_env=None):
             generator = seeded(processes, s.seed, "failures", processes.rank)
             return policy(load_to_sample(s.model), generator=generator, temperature=s.failure_temperature)
 
-        if s.stage in ("all", "data", "stage1") and s.init != "none" and not stage1.exists():
+        trained_here = s.init != "none" and not s.stage1
+        if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
             data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
                              base_policy=base_policy if s.failures == "rollout" else None)
             if s.stage == "data":
                 return
             train_stage1(run, data, load(s.model), tokenizer, s.epochs, s.stage1_batch, s.stage1_lr, s.seed,
                          **both_stages)
-        if s.init != "none":
+        if trained_here:
             there_is(stage1, "stage1")
         if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
             make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
@@ -1755,8 +1756,7 @@ def read_data(path: Path, train: list[dict], conditioned: bool, vocabulary: int,
 
     data = [Trajectory(**line) for line in read_json_lines(path, problem, remedy)]
     for task in train:
-        gone = [pair for pair in pairs if (task["id"], *pair) in missing]
-        if gone and (len(gone) < len(pairs) or not expert(task).truncated):
+        if any((task["id"], *pair) in missing for pair in pairs) and not expert(task).truncated:
             raise SystemExit(f"{path} is cut after line {len(data)}: {task['id']} is missing; {remedy}")
     return data
 
