@@ -183,14 +183,15 @@ def pipeline(s, processes: Processes, train_env=None):
             generator = seeded(processes, s.seed, "failures", processes.rank)
             return policy(load_to_sample(s.model), generator=generator, temperature=s.failure_temperature)
 
-        if s.stage in ("all", "data", "stage1") and s.init != "none" and not stage1.exists():
+        trained_here = s.init != "none" and not s.stage1
+        if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
             data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
                              base_policy=base_policy if s.failures == "rollout" else None)
             if s.stage == "data":
                 return
             train_stage1(run, data, load(s.model), tokenizer, s.epochs, s.stage1_batch, s.stage1_lr, s.seed,
                          **both_stages)
-        if s.init != "none":
+        if trained_here:
             there_is(stage1, "stage1")
         if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
             make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
@@ -393,7 +394,7 @@ def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict,
     return results
 
 
-# ===== 6. Tasks and splits ==================================================================================
+# ===== 6. The benchmark: tasks and splits ===================================================================
 import ast
 import atexit
 import functools
@@ -401,31 +402,27 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+import os
 import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 BFCL_VERSION = "2026.3.23"
 CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
-MAX_STEPS = 20  # messages with calls per user turn, the benchmark's number; "combined" pools them over all turns
-MAX_DEPTH = 32  # nesting of a call's JSON; gold calls need 3
-OBSERVATION_LIMIT = 6000  # characters of one observation that the model sees, in expert data and rollouts alike (B10)
-CUT_MARK = "\n[... the rest of this result was cut]"
-CALL_SECONDS = 2  # CPU seconds of a call that might never end (B3)
-CALL_BYTES = 2**30  # and its memory
 
 
 def bfcl_data():
-    """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is missing or another version."""
+    """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is not as needed."""
     try:
         version = importlib.metadata.version("bfcl-eval")
     except importlib.metadata.PackageNotFoundError:
-        version = None
+        version = "no version"
     if version != BFCL_VERSION:
-        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}; {version or 'no version'} is installed. Its pinned "
-                           f"dependencies are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
+        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}; {version} is installed. Its dependencies "
+                           f"are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
     return importlib.resources.files("bfcl_eval") / "data"
 
 
@@ -434,14 +431,16 @@ def read_lines(path) -> list[dict]:
 
 
 def load_tasks() -> list[dict]:
-    """The 800 multi-turn tasks by category and number: the benchmark's entries untouched, plus "ground_truth", the
-    gold calls as Python call strings, turn by turn."""
-    data, tasks = bfcl_data(), []
+    """The 800 multi-turn tasks by category and number: the benchmark's entries untouched, and "ground_truth":
+    the gold calls as Python call strings, turn by turn."""
+    data = bfcl_data()
+    tasks = []
     for category in CATEGORIES:
         file = f"BFCL_v4_multi_turn_{category}.json"
-        gold = {entry["id"]: entry["ground_truth"] for entry in read_lines(data / "possible_answer" / file)}
-        tasks += [{**entry, "ground_truth": gold[entry["id"]]}
-                  for entry in sorted(read_lines(data / file), key=task_number)]
+        answers = read_lines(data / "possible_answer" / file)
+        gold = {answer["id"]: answer["ground_truth"] for answer in answers}
+        for entry in sorted(read_lines(data / file), key=task_number):
+            tasks.append({**entry, "ground_truth": gold[entry["id"]]})
     return tasks
 
 
@@ -451,15 +450,15 @@ def task_number(task: dict) -> int:
 
 
 def gold_list(task: dict) -> tuple:
-    """All gold calls in order, without turn boundaries: an empty turn is often all that the categories change."""
+    """All gold calls in order, without turns: often an empty turn is all that a category changes."""
     return tuple(call for turn in task["ground_truth"] for call in turn)
 
 
 def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
     """(train, test), a tenth in test, always the same one.
 
-    "grouped": tasks that share a number or a gold list stay on one side: nothing in test was seen in training.
-    "paper": the paper's, a seeded shuffle of single tasks; `leaked` counts how much of its test is in training."""
+    "grouped": tasks that share a number or a gold list stay on one side; training sees nothing of test.
+    "paper": the paper's, a seeded shuffle of single tasks; `leaked` counts what training sees of test."""
     size = round(len(tasks) / 10)
     if kind == "paper":
         shuffled = list(tasks)
@@ -467,9 +466,10 @@ def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
         return shuffled[size:], shuffled[:size]
     if kind != "grouped":
         raise ValueError(f"the split is 'grouped' or 'paper', not {kind!r}")
-    groups, held_out = group_tasks(tasks), set()
+    groups = group_tasks(tasks)
     random.Random(0).shuffle(groups)
-    for group in groups:  # a group holds all four categories of its numbers, so the balance comes by itself
+    held_out = set()
+    for group in groups:  # all four categories of its numbers: the balance comes by itself
         if len(held_out) + len(group) <= size:
             held_out |= {task["id"] for task in group}
     return [t for t in tasks if t["id"] not in held_out], [t for t in tasks if t["id"] in held_out]
@@ -477,7 +477,7 @@ def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
 
 def group_tasks(tasks: list[dict]) -> list[list[dict]]:
     """The connected components of "same number or same gold list" (union-find)."""
-    parent, groups = {}, {}
+    parent = {}
 
     def root(node):
         while parent.setdefault(node, node) != node:
@@ -486,6 +486,7 @@ def group_tasks(tasks: list[dict]) -> list[list[dict]]:
 
     for task in tasks:
         parent[root(task_number(task))] = root(gold_list(task))
+    groups = {}
     for task in tasks:
         groups.setdefault(root(task_number(task)), []).append(task)
     return list(groups.values())
@@ -497,14 +498,14 @@ def leaked(train: list[dict], test: list[dict]) -> int:
     return sum(gold_list(task) in seen for task in test)
 
 
-# ===== 7. Tools and the prompt that shows them ==============================================================
-SYSTEM_PROMPT = ("You complete the user's requests by calling tools. Look things up instead of guessing, and use only "
-                 "the tools that are listed.")
+# ===== 7. The benchmark: tools and the prompt that shows them ===============================================
+SYSTEM_PROMPT = ("You complete the user's requests by calling tools. Look things up instead of guessing, "
+                 "and use only the tools that are listed.")
 CLOSING = "\n\nComplete all steps with the tools, in this order, and call done() at the end."
 DONE = json.dumps({"type": "function", "function": {
     "name": "done", "description": "Say that all steps are complete; this ends the conversation.",
     "parameters": {"type": "object", "properties": {}, "required": []}}})
-JSON_TYPES = {"dict": "object", "float": "number"}  # the two type names in the docs that JSON schema does not know
+JSON_TYPES = {"dict": "object", "float": "number"}  # the two type names in the docs that JSON schema lacks
 
 
 class Tool(NamedTuple):
@@ -515,13 +516,15 @@ class Tool(NamedTuple):
 
 
 def json_schema(node):
-    """The docs with JSON-schema types at every depth (B6). A parameter that is called "type" has a dict there."""
+    """The docs with JSON-schema types at every depth. A parameter that is called "type" has a dict there."""
     if isinstance(node, list):
         return [json_schema(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {key: JSON_TYPES.get(value, value) if key == "type" and isinstance(value, str) else json_schema(value)
-            for key, value in node.items()}
+    schema = {key: json_schema(value) for key, value in node.items()}
+    if isinstance(node.get("type"), str):
+        schema["type"] = JSON_TYPES.get(node["type"], node["type"])
+    return schema
 
 
 def api_class(name: str) -> type:
@@ -534,9 +537,11 @@ def class_tools(api: str) -> dict[str, Tool]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as FILES
     tools = {}
     for doc in read_lines(bfcl_data() / "multi_turn_func_doc" / FILES[api]):
-        shown = {"name": doc["name"], "description": doc["description"], "parameters": json_schema(doc["parameters"])}
+        name = doc["name"]
+        parameters = json_schema(doc["parameters"])
+        shown = {"name": name, "description": doc["description"], "parameters": parameters}
         text = json.dumps({"type": "function", "function": shown}, ensure_ascii=False)
-        tools[doc["name"]] = Tool(doc["name"], api, text, inspect.signature(getattr(api_class(api), doc["name"])))
+        tools[name] = Tool(name, api, text, inspect.signature(getattr(api_class(api), name)))
     return tools
 
 
@@ -546,11 +551,13 @@ def task_tools(task: dict) -> dict[str, Tool]:
 
 
 def system_text(tools: list[str]) -> str:
-    """Our system prompt, then the tools in Hermes form: exactly what Qwen2.5's template writes for `tools=`. Written
-    out here, a template that ignores `tools` (Llama-3.1's does) shows its model the same (M2)."""
-    return (f"{SYSTEM_PROMPT}\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    """Our system prompt, then the tools in Hermes form: exactly what Qwen2.5's template writes for `tools=`.
+    Written out here, a template that ignores `tools` (Llama-3.1's does) shows its model the same."""
+    return (f"{SYSTEM_PROMPT}\n\n# Tools\n\n"
+            "You may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n"
-            f"{tools_text(tools)}\n\nFor each function call, return a json object with function name and arguments "
+            f"{tools_text(tools)}\n\n"
+            "For each function call, return a json object with function name and arguments "
             "within <tool_call></tool_call> XML tags:\n"
             '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
 
@@ -559,40 +566,75 @@ def tools_text(tools: list[str]) -> str:
     return "\n".join(["<tools>", *tools, "</tools>"])
 
 
-# ===== 8. Parsing what the model says =======================================================================
-BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+# ===== 8. The benchmark: parsing what the model says ========================================================
+MAX_DEPTH = 32  # nesting of a call's JSON; gold calls need 3
+CLOSING_TAG = "</tool_call>"
+TAG = re.compile(r"<tool_call>|<think>|</think>")
+THOUGHT_END = re.compile(r"</think>|\Z")
+BAD_BLOCK_END = re.compile(r"</tool_call>|(?=</think>)|\Z")
+# As far as JSON can reach: outside its strings there is no "<" and no backslash. No part of the pattern can
+# fail, so it never steps back; where two matches overlap, one takes for a string what the other takes for
+# code, so no character is in three of them. That makes the parser linear in the text.
+JSON_TEXT = re.compile(r'(?:[^"<\\]+|"(?:[^"\\]+|\\.)*"?)*', re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> list:
     """One item per <tool_call> block, in order: (name, arguments) or, for a malformed block, an error text.
 
-    A block reaches to the next closing tag and holds exactly one JSON object with a string "name". Nothing is repaired,
-    no type is changed. A last block without closing tag counts if the rest of the message is exactly one complete JSON
-    object (P1: a stop string may have eaten the tag; JSON cut in the middle cannot pass)."""
-    return [parse_block(match[1]) for match in BLOCK.finditer(text)]
+    '<tool_call>{"name": "ls"}</tool_call> and <tool_call>{oops</tool_call>' -> [("ls", {}), "Error: ..."]
+
+    A block holds exactly one JSON object with a string "name" and ends where that object ends: a tag inside
+    one of its strings is text. Nothing is repaired, no type is changed. A last block without closing tag
+    counts if the object is complete and nothing follows: a stop string may have eaten the tag. A malformed
+    block reaches to the next closing tag.
+
+    What is said in a thought does not run. It reaches from <think> to </think>, or to the message's end; a
+    </think> without <think> ends a thought that the prompt opened: all that was said before."""
+    items = []
+    position = 0
+    while tag := TAG.search(text, position):
+        position = tag.end()
+        if tag[0] == "<tool_call>":
+            item, position = parse_block(text, position)
+            items.append(item)
+        elif tag[0] == "</think>":
+            items = []
+        else:
+            position = THOUGHT_END.search(text, position).end()
+    return items
 
 
-def parse_block(content: str) -> tuple[str, dict] | str:
+def parse_block(text: str, start: int) -> tuple[tuple[str, dict] | str, int]:
+    """The item of the block whose opening tag ends at `start`, and where the block ends."""
+    end = JSON_TEXT.match(text, start).end()
     try:
-        call = strict_json(content)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError('a block must hold one JSON object with a string "name"')
-        if "arguments" in call and "parameters" in call:
-            raise ValueError('give "arguments" or "parameters", not both')
-        arguments = call.get("arguments", call.get("parameters"))
-        if arguments is None or arguments == "":  # three ways to say "none": missing, null, "" (P5)
-            arguments = {}
-        elif isinstance(arguments, str):  # the object as a string, as the OpenAI interface has it (P6)
-            arguments = strict_json(arguments)
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments must be one JSON object")
-        return call["name"], arguments
+        call = read_call(text[start:end])
+        if end < len(text) and not text.startswith(CLOSING_TAG, end):
+            raise ValueError(f"only {CLOSING_TAG} may follow the JSON object")
+        return call, end + len(CLOSING_TAG)
     except (ValueError, RecursionError) as error:
-        return f"Error: this tool call could not be read and was not run: {error}"
+        message = f"Error: this tool call could not be read and was not run: {error}"
+        return message, BAD_BLOCK_END.search(text, start).end()
+
+
+def read_call(content: str) -> tuple[str, dict]:
+    call = strict_json(content)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('a block must hold one JSON object with a string "name"')
+    if "arguments" in call and "parameters" in call:
+        raise ValueError('give "arguments" or "parameters", not both')
+    arguments = call.get("arguments", call.get("parameters"))
+    if arguments is None or arguments == "":  # three ways to say "none": missing, null, ""
+        arguments = {}
+    elif isinstance(arguments, str):  # the object as a string, as the OpenAI interface has it
+        arguments = strict_json(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments must be one JSON object")
+    return call["name"], arguments
 
 
 def strict_json(text: str):
-    """JSON with unique keys, finite numbers, whole characters and bounded depth; else ValueError or RecursionError."""
+    """JSON with unique keys, finite numbers, whole characters, little depth; Value- or RecursionError."""
     value = json.loads(text, object_pairs_hook=unique_keys)
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # refuses NaN, 1e999 and lone surrogates
     if depth(value) > MAX_DEPTH:
@@ -607,16 +649,21 @@ def unique_keys(pairs: list[tuple]) -> dict:
 
 
 def depth(value) -> int:
-    if not isinstance(value, (dict, list)):
-        return 0
-    return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
 
-# ===== 9. Running a call ====================================================================================
-def run_call(instance, name: str, arguments: dict) -> str:
-    """Run one method; the observation is the text that the benchmark's executor gives (B5): a string as it is, a dict
-    as JSON, the rest (None, lists, dicts with Decimal, mpf or complex) as Python's str, an exception as an error line.
-    The helper process below runs this same function, from its source."""
+# ===== 9. The benchmark: running a call =====================================================================
+CALL_SECONDS = 2  # CPU seconds of a call that might never end,
+CALL_BYTES = 2**30  # its memory,
+CALL_CHARACTERS = 10**6  # and its answer; gold calls of this kind get at most 2,830
+
+
+def run_call(instance, name: str, arguments: dict) -> str | None:
+    """Run one method; None if memory or stack ran out. The observation is the text that the benchmark's
+    executor gives: a string as it is, a dict as JSON, the rest (None, lists, dicts with Decimal, mpf or
+    complex) as Python's str, an exception as an error line, for the model to read."""
     try:
         result = getattr(instance, name)(**arguments)
         if isinstance(result, dict):
@@ -625,58 +672,89 @@ def run_call(instance, name: str, arguments: dict) -> str:
             except (TypeError, ValueError):
                 pass
         return str(result)
-    except Exception as error:  # whatever a simulated API raises is news for the model, not for us (R7)
+    except (MemoryError, RecursionError):
+        return None
+    except Exception as error:
         return f"Error during execution: {error}"
 
 
-class CallWorker:
-    """A helper process for calls that may never end or eat all memory: MathAPI's, and the two that walk a file tree
-    (copies share folders: few calls make endlessly many paths). None of them changes a state, so a copy will do.
+def serve_calls(seconds: int, memory: int, characters: int):
+    """The life of the helper process: read a call, let a child run it, answer with a line of JSON. How the
+    line ends says whether the child came to its end. Every child starts from the same process, so no call
+    meets what others left behind: memory, the decimal context, the precision of mpmath. Near the limit of
+    memory Python fails in many ways, and APIs may hide it: a call is stopped if it used more than half."""
+    import resource
+    import signal
+    questions = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the calls there is no input,
+    os.dup2(2, 1)  # and what they print is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business
+    for name in (signal.SIGPROF, signal.SIGPIPE):  # the end of the time, and of the parent
+        signal.signal(name, signal.SIG_DFL)
+    unit = 1  # of ru_maxrss, in bytes
+    if sys.platform == "linux":
+        unit = 1024
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    while True:
+        try:
+            call = pickle.load(questions)
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                observation = run_call(*call)
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+                if observation is not None and len(observation) <= characters and peak <= memory // 2:
+                    answers.write(json.dumps(observation))
+                    answers.flush()
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        answers.write("\n" if status == 0 else " stopped\n")
+        answers.flush()
 
-    10 ** 10 ** 8 is one C call that no signal handler and no thread can stop, but a process can be killed: the kernel
-    does it when its CPU timer runs out, so a busy machine changes nothing. The helper also keeps the decimal context
-    of these calls away from ours (B4). It starts at first use, serves all environments of this process, and ends when
-    its input closes, however its parent ended."""
-    PROGRAM = f"""
-import decimal, json, pickle, resource, signal, sys
-{inspect.getsource(run_call)}
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business
-signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the end of the process
-if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, ({CALL_BYTES}, {CALL_BYTES}))
-while True:
-    try:
-        call = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        break
-    decimal.setcontext(decimal.Context())
-    signal.setitimer(signal.ITIMER_PROF, {CALL_SECONDS})
-    observation = run_call(*call)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    print(json.dumps(observation), flush=True)
-"""
-    process = None
+
+class CallWorker:
+    """A helper process for calls that may never end or eat all memory: MathAPI's, and the two that walk a
+    file tree (copies share folders: few calls make endlessly many paths). None changes a state: copies do.
+
+    10 ** 10 ** 8 is one C call that no signal handler and no thread can stop, but a process can be killed:
+    the kernel does it when its CPU timer runs out, so a busy machine changes nothing. The helper starts at
+    first use, serves all environments of this process, and ends with it, however it ends."""
+    PROGRAM = "\n".join([
+        "import json, os, pickle, sys", inspect.getsource(run_call), inspect.getsource(serve_calls)])
+
+    def __init__(self, limits=(CALL_SECONDS, CALL_BYTES, CALL_CHARACTERS)):
+        self.limits = limits
+        self.process = None
+        self.thread = ThreadPoolExecutor(1)
 
     def run(self, instance, name: str, arguments: dict) -> str | None:
-        """The observation, or None if the call was stopped."""
+        """The observation, or None if the call was stopped. A thread of its own asks: one question at a time,
+        whatever threads environments run in, and always with the same room on the stack for deep folders."""
+        return self.thread.submit(self._ask, instance, name, arguments).result()
+
+    def _ask(self, *call) -> str | None:
         try:
-            request = pickle.dumps((instance, name, arguments))
+            request = pickle.dumps(call)
         except RecursionError:  # folders hundreds deep
             return None
         if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, "-c", self.PROGRAM]
+            command = [sys.executable, "-c", f"{self.PROGRAM}\nserve_calls{self.limits}"]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        answer = b""
         try:
             self.process.stdin.write(request)
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
-            pass
-        finally:
-            if not answer:  # killed by its limits, or we were interrupted; an answer must not meet the next question
-                self.close()
-        return json.loads(answer) if answer else None
+            answer = b""
+        if not answer.endswith(b"\n"):  # the helper itself died: the next call gets another
+            self.close()
+        return json.loads(answer) if answer.endswith(b'"\n') else None
 
     def close(self):
         if self.process is not None:
@@ -686,35 +764,34 @@ while True:
 
 WORKER = CallWorker()
 atexit.register(WORKER.close)
+os.register_at_fork(after_in_child=WORKER.__init__)  # a helper answers one process
 
 
-def execute(instances: dict, tool: Tool, arguments: dict) -> tuple[str, bool | None]:
-    """(observation, ran): ran is True, False if the arguments do not fit the method, None if the call was stopped.
+def execute(instances: dict, tool: Tool, arguments: dict) -> str | None:
+    """The observation, or None if the call was stopped; TypeError if the arguments do not fit the method.
 
-    The method gets copies, also of its defaults: post_tweet stores its default list, mention() extends what is stored,
-    and so a tweet would reach the next rollout."""
+    The method gets copies, also of its defaults: post_tweet stores its default list, mention() extends what
+    is stored, and so a tweet would reach the next rollout."""
     instance = instances[tool.api]
-    try:
-        bound = tool.signature.bind(instance, **arguments)
-    except TypeError as error:
-        return f"Error during execution: {tool.name}: {error}", False
+    bound = tool.signature.bind(instance, **arguments)
     bound.apply_defaults()
-    arguments = pickle.loads(pickle.dumps({key: value for key, value in bound.arguments.items() if key != "self"}))
-    if tool.api != "MathAPI" and tool.name not in ("find", "du"):
-        return run_call(instance, tool.name, arguments), True
-    observation = WORKER.run(instance, tool.name, arguments)
-    if observation is None:
-        return f"Error during execution: {tool.name} was stopped, it needs too much time or memory", None
-    return observation, True
+    arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
+    arguments = pickle.loads(pickle.dumps(arguments))
+    if tool.api == "MathAPI" or tool.name in ("find", "du"):
+        return WORKER.run(instance, tool.name, arguments)
+    return run_call(instance, tool.name, arguments)
 
 
-# ===== 10. Gold =============================================================================================
+# ===== 10. The benchmark: gold ==============================================================================
 def gold_call(call: str, tools: dict[str, Tool]) -> tuple[str, dict]:
-    """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get their names (B7)."""
+    """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get names."""
     node = ast.parse(call.strip(), mode="eval").body
     name = node.func.id
-    arguments = dict(zip(list(tools[name].signature.parameters)[1:], map(ast.literal_eval, node.args)))
-    return name, arguments | {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+    parameters = list(tools[name].signature.parameters)[1:]
+    arguments = dict(zip(parameters, map(ast.literal_eval, node.args), strict=False))
+    for keyword in node.keywords:
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return name, arguments
 
 
 def gold_turns(task: dict) -> list[list[tuple[str, dict]]]:
@@ -730,24 +807,27 @@ class GoldTurn(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # tasks by content; the rollouts of one task come together
 def scenario(task_json: str) -> tuple[bytes, list[GoldTurn]]:
-    """(initial state, gold replay). States are pickles: every rollout unpickles a world of its own, with its random
-    generators, and nothing in it is shared (the long_context loader hands out module-level credit cards)."""
+    """(initial state, gold replay). States are pickles: every rollout unpickles a world of its own, with its
+    random generators, and nothing in it is shared (the long_context loader hands out module-level cards)."""
     from bfcl_eval.constants.executable_backend_config import STATELESS_CLASSES
     task = json.loads(task_json)
-    tools, instances, replay = task_tools(task), {api: api_class(api)() for api in task["involved_classes"]}, []
+    tools = task_tools(task)
+    instances = {api: api_class(api)() for api in task["involved_classes"]}
     for api, instance in instances.items():
         if api not in STATELESS_CLASSES:
-            instance._load_scenario(task["initial_config"].get(api, {}), long_context="long_context" in task["id"])
+            config = task["initial_config"].get(api, {})
+            instance._load_scenario(config, long_context="long_context" in task["id"])
     initial = pickle.dumps(instances)
     instances = pickle.loads(initial)
+    replay = []
     for calls in gold_turns(task):
-        observations = [execute(instances, tools[name], arguments)[0] for name, arguments in calls]
+        observations = [execute(instances, tools[name], arguments) for name, arguments in calls]
         replay.append(GoldTurn(calls, observations, pickle.dumps(instances)))
     return initial, replay
 
 
 def same_value(a, b) -> bool:
-    """The rule for equal arguments (B12): numbers by value, so 2 equals 2.0; a bool equals only a bool; strings
+    """The rule for equal arguments: numbers by value, so 2 equals 2.0; a bool equals only a bool; strings
     exactly; lists and dicts item by item."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
@@ -758,34 +838,53 @@ def same_value(a, b) -> bool:
     return a == b
 
 
-# ===== 11. Environment ======================================================================================
+def contains(arguments: dict, gold: dict) -> bool:
+    return all(key in arguments and same_value(arguments[key], value) for key, value in gold.items())
+
+
+# ===== 11. The benchmark: environment =======================================================================
+MAX_STEPS = 20  # messages with calls per user turn, as in the benchmark; "combined" pools those of all turns
+MAX_STOPPED = 2  # stopped calls that end an episode
+OBSERVATION_LIMIT = 6000  # characters of an observation that the model sees, in data and rollouts alike
+CUT_MARK = "\n[... the rest of this result was cut]"
+
+
 class BFCLEnv:
     """One task as an environment for `rollout`.
 
-    "combined": all user turns in one message, all tools from the start, done() to finish; a message without any tool
-                call ends the episode too. Reward: eq. 5.
-    "turns":    the leaderboard's protocol: user turn by user turn, miss_func's late tools announced in theirs; a
-                message without a readable call ends the turn. Reward: the verdict of the benchmark's checker.
-    `tools` are the tools shown at the moment, nothing else can be called; `calls` is what really ran; `reason` says why
-    the reward is what it is; `log` is the whole conversation, ready for JSON."""
+    "combined": all user turns in one message, all tools from the start, done() to finish; a message without
+                any tool call ends the episode too. Reward: eq. 5.
+    "turns":    the leaderboard's protocol: turn by turn, miss_func's late tools announced in theirs; a
+                message without a readable call ends the turn. Reward: what the benchmark's checker says.
+    `tools` are the tools shown at the moment, nothing else can be called; `calls` is what really ran;
+    `reason` says why the reward is what it is; `log` is the whole conversation, ready for JSON."""
 
     def __init__(self, task: dict, protocol: str = "combined"):
         if protocol not in ("combined", "turns"):
             raise ValueError(f"the protocol is 'combined' or 'turns', not {protocol!r}")
-        self.task, self.protocol = task, protocol
-        self._tools, (self._initial, self._gold) = task_tools(task), scenario(json.dumps(task))
+        self.task = task
+        self.protocol = protocol
+        self._tools = task_tools(task)
+        self._initial, self._gold = scenario(json.dumps(task))
+        self._excluded = set(task.get("excluded_function", []))
         self._begin()
 
     def _begin(self):
-        hidden = set(self.task.get("excluded_function", []))  # B8
+        hidden = set(self._excluded)
         if self.protocol == "turns":
             hidden.update(*self.task.get("missed_function", {}).values())
         self._shown = {name: tool.text for name, tool in self._tools.items() if name not in hidden}
         if self.protocol == "combined":
             self._shown["done"] = DONE
-        self.calls, self.log, self.reason = [], [], "the episode did not end"
-        self._turn, self._steps, self._observations, self._failure = 0, 0, [], None
-        self._instances, self._reward = None, None
+        self.calls = []
+        self.log = []
+        self.reason = "the episode did not end"
+        self._reward = None
+        self._failure = None  # of the first turn that failed
+        self._instances = None
+        self._observations = []  # whole, as the benchmark's checker wants them
+        self._turn = self._steps = self._stopped = 0
+        self._done = False
 
     @property
     def tools(self) -> list[dict]:
@@ -795,17 +894,24 @@ class BFCLEnv:
         """A fresh world and empty records; gives the system message and the first user message."""
         self._begin()
         self._instances = pickle.loads(self._initial)
-        self.log = [{"role": "system", "content": system_text(self._shown.values())}, self._open_turn()]
+        user = self._open_turn() if self.protocol == "turns" else self._open_combined()
+        self.log = [{"role": "system", "content": system_text(self._shown.values())}, user]
         return list(self.log)
 
     def step(self, text: str) -> list[dict] | None:
-        """Run the calls of one assistant message (its text without the end token). Gives one tool message per block,
-        followed in "turns" by the next user message where the turn is over; None when the episode is over."""
+        """Run the calls of one assistant message (its text without the end token). Gives one tool message per
+        block, in "turns" also the next user message where the turn is over; None when the episode is over."""
         if self._instances is None or self._reward is not None:
             raise RuntimeError("no episode is running: call reset() first")
         blocks = parse_tool_calls(text)
         self.log.append({"role": "assistant", "content": text, "calls": blocks})
-        messages = self._step_turns(blocks) if self.protocol == "turns" else self._step_combined(blocks)
+        messages = self._run(blocks)
+        if self._stopped == MAX_STOPPED:
+            self._reward, self.reason = 0.0, f"{MAX_STOPPED} calls had to be stopped"
+        elif self.protocol == "turns":
+            messages += self._after_turns_message(blocks)
+        else:
+            self._after_combined_message(blocks)
         self.log += messages
         return messages if self._reward is None else None
 
@@ -817,96 +923,110 @@ class BFCLEnv:
         """Forget the simulated world; reward, reason, calls and log stay."""
         self._instances = None
 
-    def _finish(self, failure: str | None):
-        self._reward, self.reason = (0.0, failure) if failure else (1.0, "ok")
-
     def _run(self, blocks: list) -> list[dict]:
-        """One tool message per block. After a call that was stopped the rest of the message is not run: no message
-        costs more than one time limit."""
-        messages, ran = [], True
+        """One tool message per block, up to done(). What follows a stopped call is not run: no message costs
+        more than one time limit."""
+        messages = []
+        stopped_before = self._stopped
         for block in blocks:
-            text = block
-            if not isinstance(block, str):
-                text, ran = self._call(*block) if ran is not None else ("Error: not run after a stopped call", None)
+            if isinstance(block, str):
+                text = block
+            elif self._stopped > stopped_before:
+                text = "Error: not run after a stopped call"
+            elif block[0] == "done" and "done" in self._shown:
+                self._done = True
+                break
+            else:
+                text = self._call(*block)
                 self._observations.append(text)
             if len(text) > OBSERVATION_LIMIT:
                 text = text[:OBSERVATION_LIMIT - len(CUT_MARK)] + CUT_MARK
             messages.append({"role": "tool", "content": text})
         return messages
 
-    def _call(self, name: str, arguments: dict) -> tuple[str, bool | None]:
-        """Only listed names run, looked up, never evaluated (B1). One exception: a gold call of the current turn runs
-        even if unlisted, as in the leaderboard: miss_func_49's gold needs `tail` two turns before it is announced."""
-        needed = {gold for gold, _ in self._gold[self._turn].calls} - set(self.task.get("excluded_function", []))
+    def _call(self, name: str, arguments: dict) -> str:
+        """Only listed names run, looked up, never evaluated. One exception: a gold call of the current turn
+        runs even if unlisted, as in the leaderboard: miss_func_49 needs `tail` before it is announced."""
+        needed = {gold for gold, _ in self._gold[self._turn].calls} - self._excluded
         if name not in self._shown and name not in needed:
-            return f"Error during execution: there is no tool named {name!r}", False
-        text, ran = execute(self._instances, self._tools[name], arguments)
-        if ran:
-            self.calls.append((name, arguments))
-        return text, ran
+            return f"Error during execution: there is no tool named {name!r}"
+        try:
+            observation = execute(self._instances, self._tools[name], arguments)
+        except TypeError as error:  # the arguments do not fit
+            return f"Error during execution: {name}: {error}"
+        if observation is None:
+            self._stopped += 1
+            return f"Error during execution: {name} was stopped, it needs too much time or memory"
+        self.calls.append((name, arguments))
+        return observation
 
-    def _open_turn(self) -> dict:
-        """The user message that opens the episode (combined) or the current turn; for a turn that brings late tools
-        it is their docs and the benchmark's fixed sentence (B9)."""
-        from bfcl_eval.constants.default_prompts import (
-            DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE,
-        )
-        if self.protocol == "combined":
-            requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func has an empty turn
-            steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
-            return {"role": "user", "content": "\n".join(steps) + CLOSING}
-        late = self.task.get("missed_function", {}).get(str(self._turn))
-        if late is None:
-            return dict(self.task["question"][self._turn][0])
-        self._shown.update({name: self._tools[name].text for name in late})
-        return {"role": "user", "content": LATE.format(functions=tools_text([self._shown[name] for name in late]))}
+    # "combined"
+    def _open_combined(self) -> dict:
+        requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func: an empty turn
+        steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
+        return {"role": "user", "content": "\n".join(steps) + CLOSING}
 
-    def _step_combined(self, blocks: list) -> list[dict]:
-        names = [None if isinstance(block, str) else block[0] for block in blocks]
-        done = names.index("done") if "done" in names else len(blocks)
-        messages = self._run(blocks[:done])
+    def _after_combined_message(self, blocks: list):
         self._steps += 1
-        if not blocks or done < len(blocks):
-            self._finish(self._combined_failure())
-        elif self._steps >= MAX_STEPS * len(self._gold):
-            self._finish("step limit reached")
-        return messages
+        if self._done or not blocks:
+            self.reason = "ok"  # if both factors find it so
+            self._reward = float(self.R_state() * self.R_action())  # eq. 5
+        elif self._steps == MAX_STEPS * len(self._gold):
+            self._reward, self.reason = 0.0, "step limit reached"
 
-    def _combined_failure(self) -> str | None:
-        """What R_state or R_action of eq. 5 lacks, or None. The state is what the benchmark compares, the public
-        attributes of the instances."""
+    def R_state(self) -> bool:
+        """The final state is that of the gold replay: what the benchmark compares, all public attributes."""
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import state_checker
         verdict = state_checker(self._instances, pickle.loads(self._gold[-1].state))
         if not verdict["valid"]:
-            return f"final state: {verdict['error_message']}"
-        for name, gold in (call for turn in self._gold for call in turn.calls):
-            made = [arguments for other, arguments in self.calls if other == name]
-            if not any(all(key in arguments and same_value(arguments[key], value) for key, value in gold.items())
-                       for arguments in made):
-                return f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
-        return None
+            self.reason = f"final state: {verdict['error_message']}"
+        return verdict["valid"]
 
-    def _step_turns(self, blocks: list) -> list[dict]:
-        messages = self._run(blocks)
+    def R_action(self) -> bool:
+        """Every gold call was made, in any order: same name, gold's arguments equal, others may be there."""
+        for turn in self._gold:
+            for name, gold in turn.calls:
+                if not any(made == name and contains(arguments, gold) for made, arguments in self.calls):
+                    self.reason = f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
+                    return False
+        return True
+
+    # "turns"
+    def _open_turn(self) -> dict:
+        """The user message of the turn, or the docs of its late tools and the benchmark's sentence."""
+        from bfcl_eval.constants import default_prompts
+        late = self.task.get("missed_function", {}).get(str(self._turn))
+        if late is None:
+            return dict(self.task["question"][self._turn][0])
+        docs = {name: self._tools[name].text for name in late}
+        self._shown.update(docs)
+        template = default_prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+        return {"role": "user", "content": template.format(functions=tools_text(docs.values()))}
+
+    def _after_turns_message(self, blocks: list) -> list[dict]:
+        """What the user says next; nothing while the turn goes on or when the episode is over."""
         called = any(not isinstance(block, str) for block in blocks)
         self._steps += called
         if called and self._steps <= MAX_STEPS:
-            return messages
-        self._failure = self._failure or self._turn_failure()
+            return []
+        last = self._turn == len(self._gold) - 1
+        failure = self._turn_failure()
+        if called and not last:  # as in the leaderboard step 21 is still run, then the entry is given up
+            failure = failure or f"step limit reached in turn {self._turn}"
+        self._failure = self._failure or failure
+        if called or last:
+            self._reward = 0.0 if self._failure else 1.0
+            self.reason = self._failure or "ok"
+            return []
         self._turn += 1
         self._steps = 0
-        if self._turn == len(self._gold):
-            self._finish(self._failure)
-        elif called:  # like the leaderboard: step 21 of a turn is still run, then the entry is given up
-            self._finish(self._failure or f"step limit reached in turn {self._turn - 1}")
-        else:
-            messages.append(self._open_turn())
-        return messages
+        return [self._open_turn()]
 
     def _turn_failure(self) -> str | None:
-        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls: some call was
-        made, the state is the gold state, and all observations so far include the gold ones, whole, not as cut for the
-        model. A turn without gold calls is not tested, but what it changed stays changed."""
+        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls: some
+        call was made, the state is the gold state, and all observations so far, whole, not as cut for the
+        model, include the gold ones. A turn without gold calls is not tested; what it changed stays changed.
+        """
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import response_checker, state_checker
         gold = self._gold[self._turn]
         if not gold.calls:
@@ -919,68 +1039,87 @@ class BFCLEnv:
         return None if verdict["valid"] else f"turn {self._turn}: {verdict['error_message']}"
 
 
-# ===== 12. Experts and failures =============================================================================
+# ===== 12. The benchmark: experts and failures ==============================================================
 def calls_text(calls: list[tuple[str, dict]]) -> str:
     """Hermes blocks, in the layout that the system prompt shows."""
-    objects = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    texts = [json.dumps(call, ensure_ascii=False) for call in objects]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
 def expert_turns(task: dict, protocol: str) -> list[str]:
-    """What an expert says, so that playing it scores 1: one message per turn with its gold calls; then done() in
-    "combined"; in "turns" a sentence after each of them, and a sentence alone in a turn without gold calls."""
+    """What an expert says, so that playing it scores 1: one message per turn with its gold calls; then done()
+    in "combined"; in "turns" a sentence after each, and a sentence alone in a turn without gold calls."""
+    messages = []
+    for calls in gold_turns(task):
+        if calls:
+            messages.append(calls_text(calls))
+        if protocol == "turns":
+            messages.append("This is done." if calls else "For this I need another tool or more details.")
     if protocol == "combined":
-        return [calls_text(calls) for calls in gold_turns(task) if calls] + [calls_text([("done", {})])]
-    messages = [[calls_text(calls), "This is done."] if calls else ["For this I need another tool or more details."]
-                for calls in gold_turns(task)]
-    return sum(messages, [])
+        messages.append(calls_text([("done", {})]))
+    return messages
 
 
 CORRUPTIONS = ("wrong tool", "missing step", "early done", "wrong argument", "missing argument")
 
 
 def corrupt_turns(task: dict, turns: list[str], rng: random.Random) -> list[str]:
-    """An expert's messages with one mistake, in the same format, so that the reward token does not merely tell formats
-    apart. Not every mistake is a failure (a look-up can be left out in vain): run it and check R = 0.
+    """An expert's messages with one mistake, in the same format, so that the reward token does not merely
+    tell formats apart. Not every mistake is a failure (some look-ups are needless): run it and check R = 0.
 
-    wrong tool: the one whose parameters are most alike. missing step: one call left out. early done: this call and all
-    later ones left out. wrong argument: another value, a text from elsewhere in the plan. missing argument."""
-    plan = [parse_tool_calls(text) for text in turns]
-    places = [(i, j) for i, calls in enumerate(plan) for j, (name, _) in enumerate(calls) if name != "done"]
-    i, j = rng.choice(places)
-    name, arguments = plan[i][j]
+    wrong tool: the one whose parameters are most alike. missing step: one call left out. early done: this
+    call and all later ones left out. wrong argument: another value, a text from elsewhere in the plan."""
+    steps = []  # (number of the message, call)
+    for number, text in enumerate(turns):
+        steps += [(number, call) for call in parse_tool_calls(text) if call[0] != "done"]
+    with_steps = {number for number, _ in steps}
+    place = rng.randrange(len(steps))
+    number, (name, arguments) = steps[place]
     kind = rng.choice(CORRUPTIONS if arguments else CORRUPTIONS[:3])
-    changed = {place: [] for place in (places[places.index((i, j)):] if kind == "early done" else [(i, j)])}
     if kind == "wrong tool":
-        changed[i, j] = [(sibling_tool(task, name, arguments, rng), arguments)]
-    elif kind.endswith("argument"):
-        wrong, key = dict(arguments), rng.choice(list(arguments))
-        value = wrong.pop(key)
+        steps[place] = number, (sibling_tool(task, name, arguments, rng), arguments)
+    elif kind == "missing step":
+        del steps[place]
+    elif kind == "early done":
+        del steps[place:]
+    else:
+        key = rng.choice(list(arguments))
+        wrong = {other: value for other, value in arguments.items() if other != key}
         if kind == "wrong argument":
-            wrong[key] = wrong_value(value, [plan[a][b][1] for a, b in places], rng)
-        changed[i, j] = [(name, wrong)]
-    new_plan = [[new for b, call in enumerate(calls) for new in changed.get((a, b), [call])]
-                for a, calls in enumerate(plan)]
-    return [calls_text(new) if new else text  # a message that lost all its calls is not said at all
-            for text, calls, new in zip(turns, plan, new_plan) if new or not calls]
+            elsewhere = [value for _, (_, others) in steps for value in others.values()]
+            wrong[key] = wrong_value(arguments[key], elsewhere, rng)
+        steps[place] = number, (name, wrong)
+    texts = []
+    for number, text in enumerate(turns):
+        calls = [call for at, call in steps if at == number]
+        if calls:
+            texts.append(calls_text(calls))
+        elif number not in with_steps:  # a message that lost all its calls is not said at all
+            texts.append(text)
+    return texts
 
 
 def sibling_tool(task: dict, name: str, arguments: dict, rng: random.Random) -> str:
-    shared = {other: len(arguments.keys() & tool.signature.parameters.keys())
-              for other, tool in task_tools(task).items()
-              if other != name and other not in task.get("excluded_function", [])}
-    return rng.choice([other for other, count in shared.items() if count == max(shared.values())])
+    shared = {}
+    for other, tool in task_tools(task).items():
+        if other != name and other not in task.get("excluded_function", []):
+            shared[other] = len(arguments.keys() & tool.signature.parameters.keys())
+    most = max(shared.values())
+    return rng.choice([other for other, count in shared.items() if count == most])
 
 
-def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
+def wrong_value(value, elsewhere: list, rng: random.Random):
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
         return value + rng.choice((-1, 1, 10))
-    if isinstance(value, str):
-        texts = {text for arguments in plan_arguments for text in arguments.values() if isinstance(text, str)} - {value}
-        return rng.choice(sorted(texts)) if texts else value + "_2"
-    return value[:-1] if value and isinstance(value, list) else None
+    if isinstance(value, list) and value:
+        return value[:-1]
+    if not isinstance(value, str):
+        return None
+    texts = {other for other in elsewhere if isinstance(other, str)} - {value}
+    return rng.choice(sorted(texts)) if texts else value + "_2"
 
 
 # ===== 13. Many processes ===================================================================================
@@ -1617,8 +1756,7 @@ def read_data(path: Path, train: list[dict], conditioned: bool, vocabulary: int,
 
     data = [Trajectory(**line) for line in read_json_lines(path, problem, remedy)]
     for task in train:
-        gone = [pair for pair in pairs if (task["id"], *pair) in missing]
-        if gone and (len(gone) < len(pairs) or not expert(task).truncated):
+        if any((task["id"], *pair) in missing for pair in pairs) and not expert(task).truncated:
             raise SystemExit(f"{path} is cut after line {len(data)}: {task['id']} is missing; {remedy}")
     return data
 
