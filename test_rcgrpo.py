@@ -4689,15 +4689,15 @@ def test_bfcl_the_peak_follows_tokens_per_pass():
 
 
 @pytest.mark.parametrize("config, n, offload", [(QWEN_7B, 8, False), (QWEN_1_5B, 1, True)])
-def test_bfcl_the_plan_is_within_15_percent_of_what_is_tracked(config, n, offload):
+def test_bfcl_the_plan_is_within_10_percent_of_what_is_tracked(config, n, offload):
     """Two layers here; print_memory() has all 28."""
     config = {**config, "num_hidden_layers": 2}
     with fake_gpus(n, config, offload) as tracked:
         for shape in "CD":
             peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
-            assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.15)
+            assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.1)
         peak, tokens = tracked_sampling(8, 15360, *tracked)
-        assert planned(config, n, offload, tokens, row=15360) == pytest.approx(peak, rel=0.15)
+        assert planned(config, n, offload, tokens, row=15360) == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
@@ -4856,7 +4856,7 @@ def test_bfcl_checkpoints_resume_bit_for_bit_and_on_another_number_of_processes(
         whole, killed, moved, offloaded = (tmp_path / f"{n} {name}" for name in ("whole", "killed", "moved", "offloaded"))
         assert launch(n, train_save_resume, whole, 0, 4, whole / "out") == [0] * n
         assert launch(n, train_save_resume, killed, 0, 2, None) == [0] * n
-        assert sorted(p.name for p in (killed / "checkpoints").iterdir()) == ["stage2-000001", "stage2-000002"]
+        assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["stage2-000003", "stage2-000004"]
         shutil.copytree(killed, moved)
         shutil.copytree(killed, offloaded)
         assert launch(n, train_save_resume, killed, 2, 2, killed / "out") == [0] * n
@@ -4902,7 +4902,7 @@ def test_bfcl_a_full_disk_while_saving_costs_nothing_that_was_saved(tmp_path, mo
 
 
 def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_alone(tmp_path):
-    assert launch(1, save_tied, tmp_path / "model", True) == [0]
+    assert launch(2, save_tied, tmp_path / "model") == [0, 0]
     names = [name for file in (tmp_path / "model").glob("*.safetensors") for name in safe_open(file, "pt").keys()]
     assert names and "lm_head.weight" not in names
     loaded, model = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_model(50, tie_word_embeddings=True)
@@ -4910,10 +4910,11 @@ def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def save_tied(folder, offload):
-    processes = bfcl.Processes(offload)
+def save_tied(folder):
+    processes = bfcl.Processes()
     model = processes.shard(tiny_model(50, tie_word_embeddings=True))
     bfcl.save_model(model, byte_level_tokenizer(), folder, processes, {})
+    processes.leave()
 
 
 def fails(*args, **kwargs):
@@ -4940,7 +4941,10 @@ def failing_run(place, folder):
         a_run(folder, processes).save("stage2", 1, model, optimizer)
 
     bfcl.pipeline = pipeline
-    bfcl.main(["--out", str(folder)])
+    try:
+        bfcl.main(["--out", str(folder)])
+    finally:
+        time.sleep(600)  # Python's teardown, which may wait for the others: it must not be reached
 
 
 @pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
