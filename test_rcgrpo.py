@@ -3298,6 +3298,20 @@ def copied(whole_run, tmp_path):
     return Path(shutil.copytree(whole_run, tmp_path / "copied"))
 
 
+def test_bfcl_the_defaults_are_the_papers():
+    """Learning rates, batches, epochs, G, p, beta and clip of its table; what it does not say is ours."""
+    def value(names, *flags):
+        return [getattr(bfcl.parse_arguments(flags), name) for name in names.split()]
+
+    assert value("model init rl split protocol") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo", "grouped", "combined"]
+    assert value("lr stage1_lr beta clip group_size p_high steps") == [1e-6, 1e-5, 0.1, 0.2, 5, 0.5, 400]
+    assert value("epochs stage1_batch batch") == [5, 16, 256]
+    assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
+    assert value("epochs batch", "--epochs", "3", "--batch", "8", "--init", "sft") == [3, 8]
+    assert value("updates ratio temperature failure_temperature max_turns") == [1, "token", 1.0, 0.7, 30]
+    assert value("goals") == [["high", "low", "none"]] and value("goals", "--goals", "low", "low") == [["low"]]
+
+
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
         ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model",
@@ -3310,9 +3324,12 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert all(line["grad_norm"] > 0 for line in lines)
     data = read_lines(whole_run / "data.jsonl")
     assert sorted((t["reward_token"], t["reward"]) for t in data) == [(HIGH, 1.0)] * 2 + [(LOW, 0.0)] * 2
-    first = read_lines(whole_run / "trajectories.jsonl")[0]
-    assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(first)
-    assert [m["role"] for m in first["messages"][:2]] == ["system", "user"]
+    evaluated = read_lines(whole_run / "trajectories.jsonl")
+    assert len(evaluated) == 2 and any(line["truncated"] for line in evaluated)
+    for line in evaluated:
+        assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(line)
+        assert [m["role"] for m in line["messages"][:2]] == ["system", "user"]
+        assert line["reason"].startswith("ran into --max-tokens") == line["truncated"]
     results = json.loads((whole_run / "eval.json").read_text())
     assert results["goals"]["high"]["overall"]["n"] == 2 and results["goals"]["high"]["overall"]["k"] == 0
     origins = [json.loads((whole_run / name / "rcgrpo.json").read_text()) for name in ("stage1", "model")]
@@ -3644,6 +3661,7 @@ REFUSALS = {
     "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])), "data.jsonl, line 1: .*unexpected keyword"),
     "a foreign id": (lambda w: w.run("data.jsonl", lambda x: re.sub(rb"\[\d+", b"[99999", x, count=1)), "line 1: ids that"),
     "a short mask": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"1, 1]", b"1]", 1)), "line 1: ids and mask"),
+    "an action first": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"mask": [0', b'"mask": [1', 1)), "line 1: ids"),
     "another reward": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"reward": 1', b'"reward": 0', 1)), "line 1: no"),
     "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "metrics.jsonl, line 9: there is no 'stage'"),
     "metrics twice": (lambda w: w.run("metrics.jsonl", lines(lambda x: x + x[:1]), ()), "metrics.jsonl, line 9: .*before"),
