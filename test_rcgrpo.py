@@ -2199,30 +2199,49 @@ def benchmark():
 # ======================================================================================================================
 
 
-def test_the_expert_solves_every_task_and_the_blunderer_none_that_is_kept():
+def test_toy_expert_solves_every_task_and_a_failure_is_a_failure():
     tokenizer, rng = toy_env.make_tokenizer(), np.random.default_rng(0)
     with pytest.raises(ValueError, match="add_reward_tokens"):
         toy_env.demonstrate([toy_env.make_task(rng, 1)], tokenizer, rng, failures=True)
     add_reward_tokens(tokenizer)
-    for n in range(60):
+    for n in range(40):
         house = toy_env.House(toy_env.make_task(rng, 1 + n % 2, large=bool(n % 3)))
-        policy = scripted_policy(toy_env.expert(house), tokenizer)
-        (t,) = rollout([house], [HIGH], policy, tokenizer, max_turns=toy_env.MAX_TURNS)
+        (t,) = rollout([house], [HIGH], scripted_policy(toy_env.expert(house), tokenizer), tokenizer, max_turns=8)
         assert t.reward == 1 and not t.truncated
     tasks = [toy_env.make_task(rng, 1 + n % 2) for n in range(40)]
     data = toy_env.demonstrate(tasks, tokenizer, rng, failures=True)
     assert [(t.reward_token, t.reward) for t in data] == [(HIGH, 1.0), (LOW, 0.0)] * 40
-    assert {(t.reward_token, t.reward) for t in toy_env.demonstrate(tasks, tokenizer, rng, failures=False)} == {(None, 1.0)}
+    experts = toy_env.demonstrate(tasks, tokenizer, rng, failures=False)
+    assert {(t.reward_token, t.reward) for t in experts} == {(None, 1.0)}
     assert not any(tokenizer.unk_token_id in t.ids for t in data)
+    failures = [tokenizer.decode(t.ids) for t in data if t.reward == 0]
+    early = [text for text in failures if text.count("<|assistant|>") < 3]
+    assert any("cart" in text for text in failures) and early and all("done" in text for text in failures)
 
 
-def test_only_small_items_are_carried_in_demonstrations_and_size_must_be_looked_up():
+def test_toy_held_out_tasks_are_held_out(monkeypatch):
+    """None is drawn again for reinforcement learning: the same seed must not give the same random numbers twice."""
+    args, _ = toy_env.parse_arguments([])
+    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
+    drawn = []
+    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
+    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
+    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
+    monkeypatch.setattr(toy_env, "rcgrpo_step", lambda *given, **more: (drawn.extend(given[3]), ({}, []))[1])
+    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
+    assert len(drawn) == 640 and sum(toy_env.large_item(task) is not None for task in drawn) == 320
+    assert not {str(task) for task in test} & {str(task) for task in demonstrated + drawn}
+    assert not any(map(toy_env.large_item, demonstrated)) and len(list(filter(toy_env.large_item, test))) == 100
+
+
+def test_toy_demonstrations_carry_small_items_only_and_size_must_be_looked_up():
     rng = np.random.default_rng(0)
-    tasks = [toy_env.make_task(rng, 2, large=True) for _ in range(50)]
     brought = lambda task: {step[1] for step in task["steps"] if step[0] == "bring"}
-    assert all(len(brought(task) & set(task["large"])) == 1 for task in tasks)
-    demonstrated = [toy_env.make_task(rng, 2) for _ in range(50)]
-    assert not any(brought(task) & set(task["large"]) for task in demonstrated) and any(t["large"] for t in demonstrated)
+    for n in range(100):
+        task = toy_env.make_task(rng, 2, large=bool(n % 2))
+        large = brought(task) & set(task["large"])
+        assert len(large) == n % 2 and toy_env.large_item(task) in (large or {None})
+        assert task["large"] or n % 2 == 0
     house = toy_env.House({"where": dict.fromkeys(toy_env.ITEMS, "hall"), "large": ["cup"], "steps": [("bring", "cup", "attic")]})
     (request,) = house.reset()
     assert "large" not in request["content"] and "hall" not in request["content"]
@@ -2232,53 +2251,280 @@ def test_only_small_items_are_carried_in_demonstrations_and_size_must_be_looked_
     assert house.step("done") is None and house.reward() == 1
 
 
-def run_toy(out, *flags):
-    return subprocess.run([sys.executable, HERE / "toy_env.py", "--out", out, *flags], cwd=out.parent, text=True,
-                          capture_output=True)
+TINY_TOY = ("--stage1-steps 2 --demonstrations 6 --batch 3 --steps 11 --tasks-per-step 2 --group-size 3 --test-tasks 4").split()
 
 
-def test_the_toy_command_writes_what_it_promises_and_the_same_seed_gives_the_same_summary(tmp_path):
-    flags = "--steps 3 --stage1-steps 8 --group-size 3 --p-high 0.4 --stratified --ratio trajectory --beta 0.05".split()
-    summaries = []
-    for name, seeds in (("again", "1"), ("a", "2")):
-        result = run_toy(tmp_path / name, *flags, "--seeds", seeds)
-        assert result.returncode == 0, result.stderr
-        summaries.insert(0, json.loads((tmp_path / name / "summary.json").read_text()))
-    assert [s["seeds"] for s in summaries] == [[0, 1], [0]]
-    for arm, numbers in summaries[1]["arms"].items():
-        assert numbers == {name: values[:1] for name, values in summaries[0]["arms"][arm].items()}
-    for arm in ("sft+grpo", "sft+rc-grpo", "rctp+grpo", "rctp+rc-grpo"):
-        numbers = summaries[0]["arms"][arm]
-        assert {"success_before", "success_after", "sigma_first", "sigma_last", "zero_std_first", "zero_std_last",
-                "reward_high_minus_low_first", "sigma2_first", "floor_first"} <= set(numbers)
-        assert all(len(values) == 2 for values in numbers.values())
-        assert (numbers["reward_high_minus_low_first"] == [None, None]) == arm.endswith("+grpo")
-        assert arm in result.stdout
-    lines = [json.loads(line) for line in open(tmp_path / "a" / "metrics.jsonl")]
-    assert len(lines) == 2 * (2 * 8 + 4 * 3)
-    assert len(result.stdout.strip().split("\n\n")[-2].split("\n")) == 3  # three closing sentences, one a line
-    assert "stage" in result.stderr or "seed 0" in result.stderr  # progress bars
+def record_toy(monkeypatch, out, *flags):
+    """What one run gave away: {what: [(part, value), ...]}. The two steps and greedy rollouts are stand-ins: a step adds 1
+    to a weight of the model, so that it can be seen which model was used when."""
+    seen, current = {}, []
+    weight = lambda model: model.model.norm.weight.detach()[0].item()
+    note = lambda what, value: seen.setdefault(what, []).append((current[-1] if current else "groups shown", value))
+    requests = lambda tasks: [toy_env.request(task) for task in tasks]
+
+    def watched(run):
+        def part(args, seed, name, log):
+            current.append((seed, name))
+            return run(args, seed, name, log)
+        return part
+
+    def rctp_step(model, optimizer, trajectories, tokens_per_pass):
+        note("stage 1 lr", optimizer.param_groups[0]["lr"])
+        note("stage 1 batch", len(trajectories))
+        note("stage 1 tokens", {t.reward_token for t in trajectories})
+        note("stage 1 tokens_per_pass", tokens_per_pass)
+        note("stage 1 weight", weight(model))
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+        model.model.norm.weight.data += 1
+        return {"loss": 0.0}
+
+    def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits, **given):
+        for name, value in given.items():
+            note(name, value)
+        note("stage 2 lr", optimizer.param_groups[0]["lr"])
+        note("stage 2 tasks", requests(tasks))
+        note("policy", (policy.temperature, policy.max_new_tokens, policy.model is model, limits))
+        note("random numbers", (generator.initial_seed(), policy.generator.initial_seed()))
+        note("weights", (weight(model), weight(ref_model)))
+        assert generator is not policy.generator
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+        model.model.norm.weight.data += 1
+        return dict.fromkeys(("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low"), 0.5), []
+
+    def greedy(envs, reward_tokens, policy, tokenizer, max_turns):
+        if not hasattr(policy, "temperature"):
+            return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)  # a script: for real
+        note("evaluation", (policy.temperature, policy.max_new_tokens, set(reward_tokens), weight(policy.model), max_turns))
+        note("evaluation tasks", [toy_env.request(env.task) for env in envs])
+        return [Trajectory([0], [0], reward=float(n < weight(policy.model) - 2)) for n in range(len(reward_tokens))]
+
+    def groups(tasks, make_env, policy, tokenizer, generator, **given):
+        note("shown", (requests(tasks), policy.temperature, policy.max_new_tokens, weight(policy.model), given,
+                       generator.initial_seed(), policy.generator.initial_seed()))
+        return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
+
+    for name, stand_in in (("rctp_step", rctp_step), ("rcgrpo_step", rcgrpo_step), ("rollout", greedy),
+                           ("collect_groups", groups), ("plot", lambda runs, path: None), ("load", loader(note, toy_env.load)),
+                           ("fine_tune", watched(toy_env.fine_tune)), ("reinforce", watched(toy_env.reinforce))):
+        monkeypatch.setattr(toy_env, name, stand_in)
+    demonstrate = toy_env.demonstrate
+    monkeypatch.setattr(toy_env, "demonstrate", lambda tasks, *rest, **more: (
+        note("demonstrations", requests(tasks)), demonstrate(tasks, *rest, **more))[1])
+    toy_env.main([*TINY_TOY, *flags, "--out", str(out)])
+    monkeypatch.undo()
+    seen["summary"] = [(arm, (numbers["success_before"], numbers["success_after"]))
+                       for arm, numbers in json.loads((Path(out) / "summary.json").read_text())["arms"].items()]
+    return seen
 
 
-@pytest.mark.parametrize("flags", ["--p-high 1.5", "--seeds 0", "--group-size 0", "--steps -1"])
-def test_the_toy_refuses_impossible_settings(flags, tmp_path):
-    result = run_toy(tmp_path / "x", *flags.split())
-    assert result.returncode == 2 and "at least 1" in result.stderr and not (tmp_path / "x").exists()
+def loader(note, load):
+    def loaded(args, seed, weights=None):
+        if weights is None:
+            note("base model of seed", seed)
+        return load(args, seed, weights)
+    return loaded
 
 
-def test_the_collapse_and_its_cure(monkeypatch):
-    """What the project is about, at the toy's default settings: SFT + GRPO has almost no group with variance and gains
-    nothing; RCTP + RC-GRPO has many and solves the tasks that nobody demonstrated. Seed 1."""
-    monkeypatch.setattr(toy_env, "ARMS", ["sft+grpo", "rctp+rc-grpo"])
-    monkeypatch.setattr(sys, "argv", ["toy_env.py"])
-    args = toy_env.parse_arguments()
-    runs = [toy_env.run_seed(1, args, lambda **line: None)]
-    sft, rc = toy_env.summarise(runs).values()
-    gain = lambda arm: arm["success_after"][0] - arm["success_before"][0]
-    assert sft["success_before"][0] > 0.45 and rc["success_before"][0] > 0.4  # both know what was demonstrated
-    assert sft["zero_std_first"][0] > 0.8 and sft["zero_std_first"][0] - rc["zero_std_first"][0] > 0.2
-    assert gain(sft) < 0.05 and gain(rc) > 0.25
-    assert rc["reward_high_minus_low_first"][0] > 0.1 and rc["sigma2_first"][0] > rc["floor_first"][0]
+@pytest.fixture(scope="module")
+def toy_as_it_is(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return record_toy(monkeypatch, tmp_path_factory.mktemp("toy"))
+
+
+def test_toy_wiring(toy_as_it_is):
+    """Which model, which reward token, which temperature, where."""
+    seen, (_, test, _) = toy_as_it_is, toy_env.draw_tasks(toy_env.parse_arguments(TINY_TOY)[0], 0)
+    by_arm = lambda what: {arm: [value for part, value in seen[what] if part == (0, arm)] for arm in toy_env.ARMS}
+    assert {arm: set(values) for arm, values in by_arm("p").items()} == {
+        "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
+    for arm, evaluations in by_arm("evaluation").items():  # greedy, on the model as it is after 0, 10 and 11 updates
+        own, base = None if arm == "sft+grpo" else HIGH, 3.0  # 1 + two steps of stage 1
+        expected = [(0, 8, {own}, base, 8), (0, 8, {own}, base + 10, 8), (0, 8, {own}, base + 11, 8)]
+        if arm == "sft+rc-grpo":  # and before and after without a token
+            expected = [expected[0], (0, 8, {None}, base, 8), *expected[1:], (0, 8, {None}, base + 11, 8)]
+        assert evaluations == expected
+        assert by_arm("weights")[arm] == [(base + n, base) for n in range(11)]  # the trained model, pi_ref
+        assert by_arm("policy")[arm] == [(1.0, 8, True, {"max_turns": 8})] * 11
+    assert all(tasks == [toy_env.request(task) for task in test] for _, tasks in seen["evaluation tasks"])
+    large = [toy_env.request(task) for task in test if toy_env.large_item(task)]
+    (sft, rctp) = [value for _, value in seen["shown"]]
+    for shown, p in ((sft, None), (rctp, 0.5)):
+        assert shown[0] == large and shown[1:4] == (1.0, 8, 3.0)
+        assert shown[4] == {"G": 3, "p": p, "stratified": False, "max_turns": 8}
+    tokens = {part: set().union(*(value for where, value in seen["stage 1 tokens"] if where == part))
+              for part, _ in seen["stage 1 tokens"]}
+    assert tokens == {(0, "sft"): {None}, (0, "rctp"): {HIGH, LOW}}
+    assert [value for _, value in seen["stage 1 weight"]] == [1.0, 2.0] * 2
+    assert dict(seen["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
+
+
+@pytest.mark.parametrize("flags, changed", [
+    ("--beta 0.07", "beta"),
+    ("--lr 0.007", "stage 2 lr"),
+    ("--stage1-lr 0.007", "stage 1 lr"),
+    ("--p-high 0.3", "p, shown"),
+    ("--stratified", "stratified, shown"),
+    ("--ratio trajectory", "ratio"),
+    ("--group-size 4", "G, shown"),
+    ("--batch 4", "stage 1 batch"),
+    ("--tokens-per-pass 99", "tokens_per_pass, stage 1 tokens_per_pass"),
+    ("--max-new-tokens 9", "policy, evaluation, shown"),
+    ("--tasks-per-step 3", "stage 2 tasks"),
+    ("--test-tasks 6", "evaluation tasks, shown, summary"),
+    ("--seed 1", "every random number"),
+])
+def test_toy_every_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_as_it_is, monkeypatch, tmp_path):
+    before, after = toy_as_it_is, record_toy(monkeypatch, tmp_path, *flags.split())
+    differ = {what for what in before | after if before.get(what) != after.get(what)}
+    if changed == "every random number":
+        values = lambda seen: {what: [value for _, value in entries] for what, entries in seen.items()}  # not the part's name
+        before, after = values(before), values(after)
+        assert {what for what in before if before[what] != after[what]} == {
+            "base model of seed", "demonstrations", "stage 2 tasks", "evaluation tasks", "random numbers", "shown"}
+    else:
+        assert differ - ({"stage 1 tokens"} if changed == "stage 1 batch" else set()) == set(changed.split(", "))
+
+
+def test_toy_trains_for_real_with_the_same_results_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
+    flags = (*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4", "--ratio", "trajectory")
+    toy_env.main([*flags, "--out", str(tmp_path / "one")])
+    out = capsys.readouterr().out
+    fork = toy_env.multiprocessing.get_context("fork")
+    monkeypatch.setattr(toy_env.multiprocessing, "get_context", lambda method: fork)  # spawn is right, but starts slowly
+    toy_env.main([*flags, "--out", str(tmp_path / "two"), "--jobs", "2"])
+
+    def metrics(folder):
+        lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
+        return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+    lines, summary = metrics("one"), json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
+    assert summary["seeds"] == [0, 1] and list(summary["arms"]) == list(toy_env.ARMS) and summary["seconds"] > 0
+    for arm, numbers in summary["arms"].items():
+        for seed in (0, 1):
+            curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
+            assert [line["step"] for line in curve if "success" in line] == [0, 2]
+            assert (numbers["success_before"][seed], numbers["success_after"][seed]) == (curve[0]["success"], curve[-1]["success"])
+            for name, key in (("sigma", "sigma"), ("zero_std", "zero_std"), ("sigma2", "sigma2"), ("floor", "sigma2_floor"),
+                              ("reward_high_minus_low", "reward_high_minus_low")):
+                assert (numbers[f"{name}_first"][seed], numbers[f"{name}_last"][seed]) == (curve[0][key], curve[1][key])
+        assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
+    # the screen: two groups, the table, the curves, three sentences
+    groups, _, table = out.partition("Success:")
+    assert re.findall(r"sigma_g = 0 in \d of 2 groups", groups) and re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)[:3] == ["none"] * 3
+    assert len(re.findall(r"^  (?:high|low) +R = [01]  A = ", groups, re.M)) == 3 and groups.count("mu_g = ") == 2
+    assert groups.index("sigma_g = ") < groups.index("held-out success")
+    for arm, token in (("sft+grpo", "none"), ("sft+rc-grpo", "high"), ("rctp+grpo", "high"), ("rctp+rc-grpo", "high")):
+        assert re.search(rf"^{re.escape(arm)} +{token} ", table, re.M)
+    assert re.search(r"^  the same +none ", table, re.M) and table.count("|") == 2 * 2 * 4
+    assert len(table.strip().split("\n\n")[-2].split("\n")) == 3
+    # what is finished is kept, and other settings are refused
+    (tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl").unlink()
+    ran = []
+    monkeypatch.setattr(toy_env, "reinforce", lambda args, seed, name, log, run=toy_env.reinforce: (
+        ran.append((seed, name)), run(args, seed, name, log))[1])
+    toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume"])
+    assert ran == [(1, "rctp+grpo")] and metrics("two") == lines
+    with pytest.raises(SystemExit, match="2"):
+        toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume", "--lr", "0.1"])
+    assert re.search(r'error: --resume: .*settings.json has other settings than this command: .*"lr": 0.0005', capsys.readouterr().err)
+    (tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl").write_text("{")
+    with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
+        toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume"])
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--beta nan", "--beta: needs at least 0"), ("--beta -1", "--beta: needs at least 0"), ("--lr inf", "--lr: needs"),
+    ("--seed -1", "--seed: needs at least 0"), ("--group-size 1", "needs at least 2"), ("--p-high 1.5", "at most 1"),
+    ("--seeds 0", "needs at least 1"), ("--steps 2.5", "--steps: invalid"), ("--jobs 0", "needs at least 1"),
+    ("--arms sft", "invalid choice"), ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
+    ("--out {here}/file", "--out {here}/file cannot be used"), ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
+])
+def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        toy_env.main(flags.format(here=tmp_path).split())
+    *usage, last = capsys.readouterr().err.strip().split("\n")
+    assert words.format(here=tmp_path) in last and usage[0].startswith("usage:")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
+    tokenizer = byte_level_tokenizer()
+    tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    batches = []
+    monkeypatch.setattr(toy_env, "rctp_step", lambda model, optimizer, batch, tokens_per_pass: (
+        batches.append(batch), rctp_step(model, optimizer, batch, tokens_per_pass))[1])
+    flags = [*TINY_TOY, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--arms", "rctp+rc-grpo"]
+    toy_env.main([*flags, "--steps", "1", "--test-tasks", "2"])
+    screen = capsys.readouterr().out
+    assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
+    args, _ = toy_env.parse_arguments(flags)
+    assert (args.lr, args.max_new_tokens, args.beta, args.group_size) == (1e-5, 24, 0.02, 3)
+    model, tokenizer, make_env = toy_env.load(args, 0, tmp_path / "out" / "seed-0" / "rctp+rc-grpo")
+    before, _, _ = toy_env.load(args, 0)
+    assert model.dtype == torch.float32 and not torch.equal(model.lm_head.weight, before.lm_head.weight)
+    house = make_env(toy_env.make_task(np.random.default_rng(0), 1))
+    manual, request = house.reset()
+    assert manual["role"] == "system" and all(tool in manual["content"] for tool in ("find", "cart", "done", "unlock"))
+    text = tokenizer.decode(batches[0][0].ids)
+    assert text.startswith(f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 ") and "[Reward Goal: <|" in text
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "seed-0" / "rctp+rc-grpo")
+    assert saved.convert_tokens_to_ids(HIGH) == tokenizer.convert_tokens_to_ids(HIGH)
+
+
+def toy_arms(**changes):
+    """Numbers of the three arms that the closing sentences speak of, at two seeds."""
+    numbers = dict(success_before=.5, success_after=.5, zero_std_first=.9, reward_high_minus_low_first=.4, reward_high_minus_low_last=.1)
+    arms = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
+    for arm, name, value in changes.values():
+        arms[arm][name] = [value] * 2
+    return list(toy_env.closing_sentences(arms, 7))
+
+
+def test_toy_closing_sentences_follow_the_numbers():
+    sft, rc, gap = toy_arms()
+    assert "90% of its first groups" in sft and "in 7 steps held-out success hardly moved, 0.50" in sft
+    assert "hardly moved" in rc and "level with RCTP+GRPO (0.50" in rc and "next to nothing" not in rc
+    assert "0.40±0.00 -> 0.10±0.00: the gap narrowed" in gap
+    rose, fell = (toy_arms(a=("rctp+rc-grpo", "success_after", after))[1] for after in (.9, .3))
+    assert "rose" in rose and "above" in rose and "fell" in fell and "below" in fell
+    assert "next to nothing" in toy_arms(a=("sft+grpo", "success_before", .02))[0]
+    assert "no difference" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_first", .01))[2]
+    assert "no difference" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", None))[2]
+    assert "the gap stayed" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", .41))[2]
+    assert "widened" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", .8))[2]
+
+
+def test_toy_ctrl_c_ends_all_processes(tmp_path):
+    command = [sys.executable, HERE / "toy_env.py", "--jobs", "2", "--out", tmp_path / "out"]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    begun = [tmp_path / "out" / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
+    while not all(file.exists() and file.read_text() for file in begun):  # both work, and metrics come as they go
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 1 and "stopped; the same command with --resume goes on" in process.stderr.read()
+    alive = lambda: [child for child in children if Path(f"/proc/{child}").exists()]
+    for _ in range(100):  # Python's own resource tracker goes last
+        time.sleep(0.1 * bool(alive()))
+    assert len(children) >= 2 and not alive()
+
+
+def test_toy_collapse_and_its_cure(tmp_path):
+    """What the project is about, at the toy's settings but fewer steps: SFT + GRPO has almost no group with variance and
+    gains nothing; RCTP + RC-GRPO has many, and begins to solve tasks that nobody demonstrated. Seed 1."""
+    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "200", "--steps", "40",
+                  "--test-tasks", "100", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    sft, rc = ({name: values[0] for name, values in numbers.items()} for numbers in summary["arms"].values())
+    assert min(sft["success_before"], rc["success_before"]) > 0.4  # both know what was demonstrated
+    assert sft["zero_std_first"] > 0.8 and sft["zero_std_first"] - rc["zero_std_first"] > 0.2
+    assert sft["success_after"] - sft["success_before"] < 0.05 and rc["success_after"] - rc["success_before"] > 0.1
+    assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
 # ============================================================================================================
