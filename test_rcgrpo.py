@@ -3828,7 +3828,7 @@ CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "orig
 SCORING = "--init none --rl none --split paper --model".split()
 
 # name: (flags, or what gives them in a Workshop; words of the refusal)
-REFUSALS = {
+REFUSED_RUNS = {
     # flags
     "nan": ("--beta nan", "--beta: must be a number from 0 to"),
     "inf": ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
@@ -3919,9 +3919,9 @@ REFUSALS = {
 CLAIMED = {"weights cut", "weights gone", "weights of another", "too long for all"}  # what only the attempt shows
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", REFUSED_RUNS)
 def test_bfcl_is_refused_in_one_line_before_anything_is_written(base, whole_run, tmp_path, case, small, capsys):
-    flags, words = REFUSALS[case]
+    flags, words = REFUSED_RUNS[case]
     flags = flags.split() if isinstance(flags, str) else flags(Workshop(base, whole_run, tmp_path))
     with pytest.raises(SystemExit) as refused:
         bfcl.main(["--model", base, "--out", tmp_path / "x", *TINY, *flags])
@@ -5424,29 +5424,97 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
             model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
             accepted += not isinstance(model, SystemExit)
     assert accepted  # of a licence, of blanks, of what has a default
-# ======================================================================================================================
-# README.md
-# ======================================================================================================================
+# ============================================================================================================
+# README.md: every command has flags that exist, every piece of code runs
+# ============================================================================================================
 
 
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
-    commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", (HERE / "README.md").read_text())
-    assert len(commands) > 8
+    readme = (HERE / "README.md").read_text()
+    commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", readme)
+    assert len(commands) > 6
     for command in commands:
         bfcl.parse_arguments(command.split())
-    flags = set(re.findall(r"`(--[a-z0-9-]+)", (HERE / "README.md").read_text())) - {"--nproc-per-node", "--seeds"}
-    with pytest.raises(SystemExit):
-        bfcl.parse_arguments(["--help"])
+    flags = set(re.findall(r"`[^`\n]*?(--[a-z0-9-]+)", readme)) - {"--no-deps", "--nproc-per-node"}
+    for parser in (bfcl.parse_arguments, toy_env.parse_arguments):
+        with pytest.raises(SystemExit):
+            parser(["--help"])
     known = capsys.readouterr().out
-    assert flags and all(flag in known for flag in flags)
+    assert flags and {flag for flag in flags if flag not in known} == set()
 
 
-def test_the_readmes_own_environment_example_runs(base, capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
-    assert len(example.strip().split("\n")) <= 42
+@pytest.fixture(scope="session")
+def readme_code():
+    """The README's three pieces of Python: the example, an adapter for tool classes, LoRA's reference model."""
+    return re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.*was not made with")
+def test_bfcl_the_readmes_example_runs(readme_code, base, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example, *_ = readme_code
+    assert len(example.strip().split("\n")) <= 48
     exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
-    printed = capsys.readouterr().out.strip().split("\n")
-    assert len(printed) == 41 and all(math.isfinite(float(x)) for line in printed[30:] for x in line.split())
+    assert len(capsys.readouterr().out.strip().split("\n")) == 30  # stage 1, a line a step
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 10 and [("held_out" in line) for line in lines] == [False] * 4 + [True] + [False] * 4 + [True]
+    assert all(math.isfinite(line["loss"]) and line["kl"] >= 0 for line in lines)
+    trained, tokenizer = (kind.from_pretrained(tmp_path / "adder") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert trained.config.reward_token_ids == tokenizer.convert_tokens_to_ids([HIGH, LOW])
+
+
+def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
+    scope = {}
+    exec(readme_code[1], scope)
+
+    class Counter:
+        """In the style of TRL's environments."""
+
+        def __init__(self):
+            self.total = 0
+
+        def add(self, number: int) -> str:
+            """Add a number to the total."""
+            self.total += number
+            return f"total {self.total}"
+
+        def _secret(self):
+            raise AssertionError("not a tool")
+
+    def grade(counter, answer):
+        return float(counter.total == 5 and answer == "five")
+
+    env = scope["ToolEnv"](Counter(), "Count to five.", grade)
+    system, user = env.reset()
+    assert "add(number: int) -> str: Add a number to the total." in system["content"]
+    assert "_secret" not in system["content"] and user["content"] == "Count to five."
+    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret", "arguments": {}}', '{"name": "ad',
+             '{"name": "add", "arguments": {"n": 2}}', '{"name": "add", "arguments": {"number": 3}}', "five"]
+    (played,) = rollout([env], [HIGH], scripted_policy(calls, marked_tokenizer()), marked_tokenizer())
+    assert played.reward == 1 and env.tools.total == 5
+    text = marked_tokenizer().decode(played.ids)
+    assert "total 2" in text and "total 5" in text and text.count("error: ") == 3
+
+
+def test_the_readmes_lines_on_lora(readme_code):
+    peft = pytest.importorskip("peft")
+    scope = {}
+    exec(readme_code[2], scope)
+    model = peft.get_peft_model(tiny_model(50), peft.LoraConfig(target_modules="all-linear"))
+    base = copy.deepcopy(model.get_base_model().state_dict())
+    ref_model = scope["AdapterOff"](model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    batch = rl_batch()
+    with torch.no_grad():
+        before = action_logprobs(ref_model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # packed, both of them
+        rctp_step(model, optimizer, batch)
+        metrics = rcgrpo_update(model, ref_model, optimizer, batch, beta=0.1)
+    assert metrics["kl"] > 0.001 and (action_logprobs(model, batch) - before).abs().max() > 0.01
+    assert torch.equal(action_logprobs(ref_model, batch), before)
+    assert all(torch.equal(weight, base[name]) for name, weight in model.get_base_model().state_dict().items()
+               if "lora" not in name)
 
 
 if __name__ == "__main__":
