@@ -105,7 +105,8 @@ SETTINGS = {
     ],
     "memory and speed": [
         ("--tokens-per-pass", 24576, COUNT, "tokens of one forward and backward pass in training"),
-        ("--rollout-tokens", 2**17, COUNT, "tokens, padding included, in the plain sampler's cache; the other's has three times as many"),
+        ("--rollout-tokens", 2**17, COUNT,
+         "tokens, padding included, in the plain sampler's cache; the other's has three times as many"),
         ("--sampler", "auto", ["auto", "plain", "continuous"],
          "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention"),
         ("--offload", False, YES_OR_NO, "keep weights and moments in the host's memory: fewer GPUs, slower"),
@@ -233,8 +234,8 @@ def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dic
               conditioned: bool, base_policy) -> list[Trajectory]:
     """Expert trajectories of the training tasks and, for RCTP (conditioned), as many failures.
 
-    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy, whose
-    rollouts become failures; None: all are corrupted experts."""
+    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy; its
+    rollouts become failures. None: all are corrupted experts."""
     file, processes = run.folder / "data.jsonl", run.processes
 
     def expert(task):
@@ -304,8 +305,8 @@ def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits:
 
 # ===== 4. The two stages ====================================================================================
 def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last one is filled up
-    from the beginning of the pass: all batches, and so all processes' shares of them, have the same size."""
+    """The indices of batch number `step` when n items are shuffled anew in each pass. The last is filled up
+    from the beginning of the pass: all batches, and so all processes' shares of them, have one size."""
     passed, number = divmod(step, math.ceil(n / batch))
     order = list(range(n))
     random.Random(f"{seed} {name} {passed}").shuffle(order)
@@ -327,7 +328,8 @@ def train_stage1(run: Run, data: list[Trajectory], model, tokenizer, epochs: int
 
 
 def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy, steps: int, batch: int,
-                 lr: float, seed: int, limits: dict, beta: float, G: int, watch, eval_every: int, **step_settings):
+                 lr: float, seed: int, limits: dict, beta: float, G: int, watch, eval_every: int,
+                 **step_settings):
     """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`.
 
     watch: (model) -> metrics of test tasks, asked for before every eval_every-th step."""
@@ -1285,8 +1287,8 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged file fails in many ways
-        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the Hugging Face hub or "
-                         f"a folder with config.json, weights and tokenizer: {first_line(error)}") from None
+        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the hub "
+                         f"or a folder with config.json, weights, tokenizer: {first_line(error)}") from None
 
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
@@ -1406,8 +1408,8 @@ class ContinuousPolicy:
 
 
 def evaluate_some(processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
-    """Success on a few test tasks along the way, with its 95 % interval. Only to be watched: the best checkpoint
-    by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
+    """Success on a few test tasks along the way, with its 95 % interval. Only to be watched: the best
+    checkpoint by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
     mine = processes.mine(tasks)
     envs = [make_env(task) for task in mine]
     played = rollout(envs, [reward_token] * len(mine), policy(model), tokenizer, **limits) if mine else []
@@ -1456,11 +1458,12 @@ def write_folder(folder: Path, write, processes: Processes):
 
 
 class Run:
-    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json, ...
+    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json.
 
-    A folder belongs to one run at a time, and to one set of settings. Leave it with `close` (or use `with`)."""
+    A folder belongs to one run at a time, and to one set of settings. Leave it by `close` or `with`."""
 
-    def __init__(self, folder, settings: dict, processes: Processes, resume: bool = False, checkpoint_every: int = 10):
+    def __init__(self, folder, settings: dict, processes: Processes, resume: bool = False,
+                 checkpoint_every: int = 10):
         self.folder, self.settings, self.processes = Path(folder), settings, processes
         self.wanted, self.checkpoint_every = resume, checkpoint_every
         self.checkpoints = self.folder / "checkpoints"
@@ -1548,8 +1551,8 @@ class Run:
         if self.skips == 3:
             file = self.folder / f"non-finite-{stage}-{step}-rank{self.processes.rank}.jsonl"
             write_text(file, "".join(json_line(line) for line in [metrics, *map(vars, trajectories)]))
-            raise SystemExit("stopped: three steps in a row had a gradient that is not finite; the last batch is "
-                             f"in {file}")
+            raise SystemExit("stopped: three steps in a row had a gradient that is not finite; the batch "
+                             f"is in {file}")
 
     def _forget_after(self, stage: str, done: int):
         """Drop the lines written after the last checkpoint; count the steps skipped just before it."""
@@ -1600,8 +1603,8 @@ class Run:
         of steps done, 0 if there is none."""
         folders = sorted(self.checkpoints.glob(f"{stage}-*"), reverse=True)
         if folders and not wanted:
-            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume to "
-                             "go on with it, or choose another --out.")
+            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume "
+                             "to go on with it, or choose another --out.")
         for folder in folders:
             saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
             if not error:
@@ -1769,8 +1772,8 @@ def summary_line(step: int, steps: int, m: dict) -> str:
 
     return (f"step {step + 1}/{steps}  reward {show('reward')} (high {show('reward_high')} low "
             f"{show('reward_low')})  sigma_g {show('sigma')}  zero {m['zero_std']:.0%}  "
-            f"entropy {show('entropy')}  KL {show('kl')}  grad {show('grad_norm')}  truncated {m['truncated']:.0%}  "
-            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s"
+            f"entropy {show('entropy')}  KL {show('kl')}  grad {show('grad_norm')}  "
+            f"truncated {m['truncated']:.0%}  {m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s"
             + (f"  test {m['test_success']:.0%} before it" if "test_success" in m else ""))
 
 
@@ -1982,9 +1985,8 @@ def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple
 
 
 def update_memory(tokens: int, config, n_params: int, compute: int) -> float:
-    """A pass over so many tokens, at its peak: in the backward pass of an MLP, or of the last chunk of logits.
-    Beside them live a hidden state per layer, weights and gradients outside the layers, gathered, and those
-    of a few."""
+    """A pass over so many tokens, at its peak: the backward pass of an MLP or of the last logits. Beside them
+    live a hidden state per layer, weights and gradients outside the layers, gathered, and those of some."""
     width, layers = config.hidden_size, config.num_hidden_layers
     inner, vocabulary = getattr(config, "intermediate_size", None) or 4 * width, config.vocab_size
     mlp = tokens * ((layers + 15) * width + 6 * inner) * compute
@@ -2107,8 +2109,8 @@ SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m[
 
 
 class ParityEnv(BFCLEnv):
-    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. So R
-    is the parity of the characters that it said. Everything else is the benchmark."""
+    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. So
+    R is the parity of the characters that it said. Everything else is the benchmark."""
 
     def reward(self) -> float:
         said = "".join(message["content"] for message in self.log if message["role"] == "assistant")
@@ -2145,7 +2147,7 @@ def smoke(argv: list[str], processes: Processes):
     if processes.rank == 0:
         lock.close()
         print(f"\nEvery stage of {len(inits) * len(rls)} arms ran; the runs are in {out}. In stage 2 R was "
-              "not the benchmark's but the parity of what was said, so that weights that know nothing move. The "
+              "not the benchmark's but the parity of what was said: weights that know nothing move. The "
               "tables are the benchmark's: 0 % is right.")
 
 
