@@ -616,7 +616,6 @@ def main(argv=None):
     started = time.time()
     args, parser = parse_arguments(argv)
     claim(args, parser)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` is ctrl-C
     seeds = list(range(args.seed, args.seed + args.seeds))
     inits = dict.fromkeys(arm.split("+")[0] for arm in args.arms)
     try:
@@ -641,4 +640,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` does what ctrl-C does
     main()
