@@ -974,8 +974,6 @@ class ModelPolicy:
         sampled = {}
         try:
             for rows in parts:
-                if len(parts) > 1:
-                    self._begin(0)
                 sample_part = self._sample_alone if alone else self._sample_together
                 sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
         except BaseException:

@@ -1,8 +1,8 @@
-"""The specification of rcgrpo.py, section by section, then of toy_env.py, train_bfcl.py and the README. Run with `python -m pytest -q`.
-
-Expected values are closed forms, brute force written another way, or the transformers library's own rendering and loss.
-Names in brackets, like [T3], number the known failures that a test guards against.
-"""
+# ruff: noqa: B905
+"""The specification of rcgrpo.py in its own order, then of toy_env.py, train_bfcl.py and the README.
+Expected values are closed forms, brute force written another way, the transformers library's own rendering
+and loss, or the benchmark's official checker. `python -m pytest -q -k "not toy and not bfcl"` is the method's
+part; `python test_rcgrpo.py` prints the benchmark of scoring and rollouts."""
 
 import ast
 import copy
@@ -33,7 +33,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a model that is not there is not looked for online
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
+os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
 import doctest
 import functools
@@ -114,28 +115,24 @@ torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "shared" / "tokenizers"
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def byte_level_tokenizer():
-    """A byte-level BPE tokenizer in the style of Qwen: ChatML, pad = eos, and <tool_call> as a non-special added token."""
+    """A byte-level BPE tokenizer like Qwen's: ChatML, pad = eos, <tool_call> an added token, not special."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    corpus = ['{"name": "ls", "arguments": {"path": "a b"}}', "the cat sat on the mat and then the other cat sat too\n\n"]
+    corpus = ['{"name": "ls", "arguments": {"path": "a b"}}',
+              "the cat sat on the mat and then the other cat sat too\n\n"]
     bpe.train_from_iterator(corpus, trainers.BpeTrainer(
         vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>",
                                         extra_special_tokens=["<|im_start|>"])
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer.chat_template = CHATML
-    return tokenizer
-
-
-def marked_tokenizer():
-    tokenizer = byte_level_tokenizer()
-    add_reward_tokens(tokenizer)
     return tokenizer
 
 
@@ -152,10 +149,13 @@ every_tokenizer = pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1
 
 def tiny_model(vocab_size, kind="qwen2", seed=0, **overrides):
     torch.manual_seed(seed)
-    config = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.2)
+    config = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+                  tie_word_embeddings=False, initializer_range=0.2)
     config.update(overrides)
-    return Qwen2ForCausalLM(Qwen2Config(**config)) if kind == "qwen2" else LlamaForCausalLM(LlamaConfig(**config))
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**config))
+    return LlamaForCausalLM(LlamaConfig(**config))
 
 
 class Echo:
@@ -169,7 +169,9 @@ class Echo:
 
     def step(self, text):
         self.heard.append(text)
-        return [{"role": "tool", "content": self.answers[len(self.heard) - 1]}] if len(self.heard) <= len(self.answers) else None
+        if len(self.heard) > len(self.answers):
+            return None
+        return [{"role": "tool", "content": self.answers[len(self.heard) - 1]}]
 
     def reward(self):
         return self.value
@@ -373,7 +375,7 @@ def test_stratified_reward_tokens_are_exactly_round_pG_in_random_order():
 # 5. Rollouts
 # ============================================================================================================
 
-TOKENIZER = marked_tokenizer()  # not to be changed by a test
+TOKENIZER = ready_tokenizer()  # not to be changed by a test
 END = chat_format(TOKENIZER).end_of_turn
 
 
@@ -431,26 +433,26 @@ def test_sampled_ids_are_never_encoded_again(name):
 
 
 @every_tokenizer
-def test_a_rollout_has_the_ids_of_one_rendering_of_the_whole_conversation(name):
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_rollout_has_the_ids_of_one_rendering_of_the_whole_conversation(name, system):
     tokenizer, end = unchanged(name), chat_format(unchanged(name)).end_of_turn
     script = ["call one", "call\n two", "bye."]
     answers = [tool("first answer") + tool("{'a': 1}\n second"), user("and now "), None]
-    for system in ([], [{"role": "system", "content": "Be brief."}]):
-        opening, following = system + user("  what is\n\nthis? "), iter(answers)
-        env = env_with(reset=lambda: opening, step=lambda text: next(following))
-        (t,) = rollout([env], [None], scripted_policy(script, tokenizer), tokenizer)
-        conversation, actions = list(opening), []
-        for said, answer in zip(script, answers):
-            conversation += [{"role": "assistant", "content": said}, *(answer or [])]
-            actions += [*tokenizer(said, add_special_tokens=False).input_ids, end]
-        whole = tokenizer.apply_chat_template(conversation, return_dict=False)
-        assert t.ids == whole[: len(t.ids)] and set(map(type, t.ids)) == {int}
-        assert len(whole) - len(t.ids) in (0, 1)  # the newline after the last end token is nobody's action
-        assert len(t.mask) == len(t.ids) and t.action_ids == actions  # with end tokens, nothing else
-        assert t.ids.count(tokenizer.bos_token_id) == (1 if name == "llama3_1" else 0)
-        if name == "qwen2_5":
-            at = t.ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>"), t.mask.index(1))
-            assert t.mask[at] == 1 and t.ids[at + 1] == 198 and t.mask[at + 1] == 0
+    opening, following = system + user("  what is\n\nthis? "), iter(answers)
+    env = env_with(reset=lambda: opening, step=lambda text: next(following))
+    (t,) = rollout([env], [None], scripted_policy(script, tokenizer), tokenizer)
+    conversation, actions = list(opening), []
+    for said, answer in zip(script, answers):
+        conversation += [{"role": "assistant", "content": said}, *(answer or [])]
+        actions += [*tokenizer(said, add_special_tokens=False).input_ids, end]
+    whole = tokenizer.apply_chat_template(conversation, return_dict=False)
+    assert t.ids == whole[: len(t.ids)] and set(map(type, t.ids)) == {int}
+    assert len(whole) - len(t.ids) in (0, 1)  # the newline after the last end token is nobody's action
+    assert len(t.mask) == len(t.ids) and t.action_ids == actions  # with end tokens, nothing else
+    assert t.ids.count(tokenizer.bos_token_id) == (1 if name == "llama3_1" else 0)
+    if name == "qwen2_5":
+        at = t.ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>"), t.mask.index(1))
+        assert t.mask[at] == 1 and t.ids[at + 1] == 198 and t.mask[at + 1] == 0
 
 
 @every_tokenizer
@@ -1355,7 +1357,7 @@ def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_
 # B. Policies
 # ============================================================================================================
 
-STOPS = set(range(8))  # of 50 tokens: actions end after about six
+STOPS = set(range(0, 50, 7))  # of 50 tokens
 PROMPTS = [[20, 21, 22, 23, 24, 25, 26]] * 3 + [[30, 31, 32]] * 2 + [[40], [40], [20, 21, 22, 23, 24] * 3]
 TURNS = [4, 1, 5, 3, 4, 2, 5, 4]
 
@@ -1445,7 +1447,7 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     talk = turn([talk[0][:-2] + [11, 12], *talk[2:]], 1, 1, 1, 1)  # one is over, one hears other words
     assert shapes == [(4, 3), (4, 1)]
     (talk,) = turn(talk[1:2], 1)
-    assert shapes == [(1, 2), (1, 1)]
+    assert shapes == [(1, 2), (1, 1)] and policy.real.all()  # and the padding is gone
     turn([talk, talk], 0, 0)  # two go on from one: read again, once
     assert shapes == [(1, len(talk) - 1), (2, 1), (2, 1)]
     turn([[1, 2], [3], [4, 5, 6]], 0, 0, 0)  # different prompts share nothing
@@ -1479,11 +1481,12 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
 
 def test_prompts_that_do_not_go_on_from_the_last_call_are_read_from_their_beginning():
     model = lively()
-    policy, plain = ModelPolicy(model, STOPS, 0, 4), read_again(model, 0, 4)
+    policy, plain = ModelPolicy(model, STOPS, 0, 7), read_again(model, 0, 7)
     first = policy(PROMPTS)
+    assert len(set(map(len, first))) > 1  # some end early: all that they said has been read
     longer = [prompt + action + [9, 9] for prompt, action in zip(PROMPTS, first)]
-    shorter, others = [prompt[:-1] for prompt in longer], [[17] + prompt for prompt in longer]
-    for prompts in (PROMPTS, longer[::-1], longer + longer, longer[:3] + PROMPTS[3:], shorter, others):
+    unanswered, others = [prompt[:-2] for prompt in longer], [[17] + prompt for prompt in longer]
+    for prompts in (PROMPTS, longer[::-1], longer + longer, longer[:3] + PROMPTS[3:], unanswered, others):
         assert policy(PROMPTS) == first
         assert policy(prompts) == plain(prompts)
 
@@ -1654,7 +1657,7 @@ WORDS = "the cat sat on mat other and user assistant tool [ ] Reward Goal : ?"
 
 
 def word_level(chat_template, *tokens, words=WORDS):
-    vocabulary = {word: i for i, word in enumerate(["<unk>", *words.split()])}
+    vocabulary = {word: i for i, word in enumerate(["<unk>", HIGH, LOW, *tokens, *words.split()])}
     backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
@@ -1701,7 +1704,7 @@ class Style:
 
 
 def swallows(token):
-    return AddedToken(token, rstrip=True, special=True, normalized=False)
+    return AddedToken(token, lstrip=True, rstrip=True, special=True, normalized=False)
 
 
 STYLES = {
@@ -1713,6 +1716,8 @@ STYLES = {
                            ("<|end|>", "<|endoftext|>"), tools_as_user=True),
     "OLMo-3": lambda: Style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
                             tools_as_user=True),
+    "a last turn left open": lambda: Style(byte_level(OLMO.replace("<|endoftext|>", "\n"), "<|im_end|>"),
+                                           tools_as_user=True),
     "Gemma": lambda: Style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
                            ("<end_of_turn>", "<eos>"), tools_as_user=True),
     "Mistral": lambda: Style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
@@ -1737,7 +1742,7 @@ def test_a_template_that_is_taken_gives_the_ids_of_one_native_rendering(style):
     assert {*s.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))} == {*s.stops}
 
     script = ["the mat", "on the other", "sat"]
-    answers = [tool("the cat") + tool("sat  on"), user("and the other?"), None]
+    answers = [tool("the cat") + tool("sat  on"), user("and the other? "), None]
     env, left = Echo(request="the cat\n\nsat? "), iter(answers)
     env.step = lambda text: env.heard.append(text) or next(left)
     (t,) = rollout([env], [HIGH], scripted_policy(script, chat), chat)
@@ -1842,15 +1847,19 @@ def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_wor
 
 
 def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_and_never_a_reward_token():
-    chat, high, low = chat_format(TOKENIZER), *TOKENIZER.convert_tokens_to_ids([HIGH, LOW])
-    system = f"Say <tool_call>. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
+    tokenizer = byte_level_tokenizer()
+    add_reward_tokens(tokenizer)
+    tokenizer.add_tokens(["<tool_call>s"])
+    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<tool_call>", "<tool_call>s"])
+    chat = chat_format(tokenizer)
+    system = f"Say <tool_call>, not <tool_call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
     example = f"<tool_call>ls<|im_end|> {LOW}"
     opening = [{"role": "system", "content": system}, *user("<tool_call>"),
                {"role": "assistant", "content": example}, *user(f"go {HIGH}")]
     ids = chat.prompt(opening, LOW)
     assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
-    assert ids.count(TOKENIZER.convert_tokens_to_ids("<tool_call>")) == 2  # of system and example
-    assert system in TOKENIZER.decode(ids) and example in TOKENIZER.decode(ids)
+    assert (ids.count(call), ids.count(calls)) == (2, 1)  # of system and example
+    assert system in tokenizer.decode(ids) and example in tokenizer.decode(ids)
 
 
 def test_changes_of_the_tokenizer_are_seen_at_once():
@@ -1865,9 +1874,9 @@ def test_changes_of_the_tokenizer_are_seen_at_once():
     high, _ = add_reward_tokens(tokenizer)
     for chat in (chat_format(tokenizer), chat_format(held)):
         assert chat.prompt(user("sat"), HIGH).count(high) == 1 and high not in chat.suffix(tool(HIGH))
-    tokenizer.chat_template = template(im(ANY, "{{ m.content }}</tool_call>"), im("cat"), "<|im_start|>cat\n")
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
     for chat in (chat_format(tokenizer), chat_format(held)):
-        assert "sat</tool_call><|im_end|>\n<|im_start|>cat\n" in tokenizer.decode(chat.suffix(tool("sat")))
+        assert chat.end_of_turn == tokenizer.eos_token_id
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_matter():
@@ -2194,9 +2203,13 @@ def benchmark():
           f"{'equal' if said == said_again else 'UNEQUAL'} draws")
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # toy_env.py
-# ======================================================================================================================
+# ============================================================================================================
+
+
+def brought_large(task):
+    return {step[1] for step in task["steps"] if step[0] == "bring"} & set(task["large"])
 
 
 def test_toy_expert_solves_every_task_and_a_failure_is_a_failure():
@@ -2206,7 +2219,8 @@ def test_toy_expert_solves_every_task_and_a_failure_is_a_failure():
     add_reward_tokens(tokenizer)
     for n in range(40):
         house = toy_env.House(toy_env.make_task(rng, 1 + n % 2, large=bool(n % 3)))
-        (t,) = rollout([house], [HIGH], scripted_policy(toy_env.expert(house), tokenizer), tokenizer, max_turns=8)
+        policy = scripted_policy(toy_env.expert(house), tokenizer)
+        (t,) = rollout([house], [HIGH], policy, tokenizer, max_turns=toy_env.MAX_TURNS)
         assert t.reward == 1 and not t.truncated
     tasks = [toy_env.make_task(rng, 1 + n % 2) for n in range(40)]
     data = toy_env.demonstrate(tasks, tokenizer, rng, failures=True)
@@ -2215,147 +2229,174 @@ def test_toy_expert_solves_every_task_and_a_failure_is_a_failure():
     assert {(t.reward_token, t.reward) for t in experts} == {(None, 1.0)}
     assert not any(tokenizer.unk_token_id in t.ids for t in data)
     failures = [tokenizer.decode(t.ids) for t in data if t.reward == 0]
-    early = [text for text in failures if text.count("<|assistant|>") < 3]
-    assert any("cart" in text for text in failures) and early and all("done" in text for text in failures)
+    assert any("cart" in text for text in failures) and all("done" in text for text in failures)
+    assert any(text.count("<|assistant|>") < 3 for text in failures)  # stopped early
 
 
-def test_toy_held_out_tasks_are_held_out(monkeypatch):
-    """None is drawn again for reinforcement learning: the same seed must not give the same random numbers twice."""
-    args, _ = toy_env.parse_arguments([])
-    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
-    drawn = []
-    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
-    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
-    monkeypatch.setattr(toy_env, "rcgrpo_step", lambda *given, **more: (drawn.extend(given[3]), ({}, []))[1])
-    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
-    assert len(drawn) == 640 and sum(toy_env.large_item(task) is not None for task in drawn) == 320
-    assert not {str(task) for task in test} & {str(task) for task in demonstrated + drawn}
-    assert not any(map(toy_env.large_item, demonstrated)) and len(list(filter(toy_env.large_item, test))) == 100
-
-
-def test_toy_demonstrations_carry_small_items_only_and_size_must_be_looked_up():
+def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
     rng = np.random.default_rng(0)
-    brought = lambda task: {step[1] for step in task["steps"] if step[0] == "bring"}
     for n in range(100):
         task = toy_env.make_task(rng, 2, large=bool(n % 2))
-        large = brought(task) & set(task["large"])
-        assert len(large) == n % 2 and toy_env.large_item(task) in (large or {None})
-        assert task["large"] or n % 2 == 0
-    house = toy_env.House({"where": dict.fromkeys(toy_env.ITEMS, "hall"), "large": ["cup"], "steps": [("bring", "cup", "attic")]})
+        assert len(brought_large(task)) == n % 2
+        assert toy_env.large_item(task) in (brought_large(task) or {None})
+    where = dict.fromkeys(toy_env.ITEMS, "hall")
+    house = toy_env.House({"where": where, "large": ["cup"], "steps": [("bring", "cup", "attic")]})
     (request,) = house.reset()
     assert "large" not in request["content"] and "hall" not in request["content"]
-    answers = [house.step(call)[0]["content"] for call in (
-        "find cup", "find lamp", "carry cup hall attic", "cart lamp hall attic", "cart cup attic hall", "cart cup hall attic")]
-    assert answers == ["hall large", "hall small", "fail", "fail", "fail", "ok"]
+    expected = {"find cup": "hall large", "find lamp": "hall small", "carry cup hall attic": "fail",
+                "cart lamp hall attic": "fail", "cart cup attic hall": "fail", "cart cup hall attic": "ok"}
+    for call, answer in expected.items():
+        assert house.step(call) == [{"role": "tool", "content": answer}]
     assert house.step("done") is None and house.reward() == 1
 
 
-TINY_TOY = ("--stage1-steps 2 --demonstrations 6 --batch 3 --steps 11 --tasks-per-step 2 --group-size 3 --test-tasks 4").split()
+def test_toy_held_out_tasks_are_held_out(monkeypatch):
+    """None is drawn again for reinforcement learning: a seed must not give the same random numbers twice."""
+    args, _ = toy_env.parse_arguments([])
+    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
+    drawn = []
+
+    def step(model, ref_model, optimizer, tasks, *rest, **more):
+        drawn.extend(tasks)
+        return {}, []
+
+    monkeypatch.setattr(toy_env, "rcgrpo_step", step)
+    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
+    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
+    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
+    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
+    assert not {str(task) for task in test} & {str(task) for task in demonstrated + drawn}
+    assert not any(map(brought_large, demonstrated))
+    assert len(list(filter(brought_large, test))) == 100 and len(list(filter(brought_large, drawn))) == 320
 
 
-def record_toy(monkeypatch, out, *flags):
-    """What one run gave away: {what: [(part, value), ...]}. The two steps and greedy rollouts are stand-ins: a step adds 1
-    to a weight of the model, so that it can be seen which model was used when."""
-    seen, current = {}, []
-    weight = lambda model: model.model.norm.weight.detach()[0].item()
-    note = lambda what, value: seen.setdefault(what, []).append((current[-1] if current else "groups shown", value))
-    requests = lambda tasks: [toy_env.request(task) for task in tasks]
+TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
+            "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4"]
 
-    def watched(run):
-        def part(args, seed, name, log):
-            current.append((seed, name))
-            return run(args, seed, name, log)
-        return part
 
-    def rctp_step(model, optimizer, trajectories, tokens_per_pass):
-        note("stage 1 lr", optimizer.param_groups[0]["lr"])
-        note("stage 1 batch", len(trajectories))
-        note("stage 1 tokens", {t.reward_token for t in trajectories})
-        note("stage 1 tokens_per_pass", tokens_per_pass)
-        note("stage 1 weight", weight(model))
+def weight(model):
+    return model.model.norm.weight.detach()[0].item()
+
+
+def record_toy(out, *flags):
+    """What a run gave to the functions that it calls: {what: [(part of the run, value), ...]}.
+
+    The two steps, the groups shown and greedy rollouts are stand-ins. A step adds 1 to a weight of the model,
+    so that it can be seen which model was used when; the more it was trained, the more tasks it solves.
+    """
+    seen, part, real = {}, ["shown"], copy.copy(vars(toy_env))
+
+    def note(what, value):
+        seen.setdefault(what, []).append((part[-1], value))
+
+    def requests(tasks):
+        return [toy_env.request(task) for task in tasks]
+
+    def train(model, optimizer, stage):
+        note(f"stage {stage} lr", optimizer.param_groups[0]["lr"])
+        note(f"stage {stage} decay", optimizer.param_groups[0]["weight_decay"])
         assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
         model.model.norm.weight.data += 1
+
+    def rctp_step(model, optimizer, trajectories, tokens_per_pass):
+        note("stage 1 weight", weight(model))
+        note("stage 1 batch", len(trajectories))
+        note("stage 1 tokens_per_pass", tokens_per_pass)
+        note("stage 1 tokens", {t.reward_token for t in trajectories})
+        train(model, optimizer, 1)
         return {"loss": 0.0}
 
-    def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits, **given):
+    def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits,
+                    **given):
         for name, value in given.items():
             note(name, value)
-        note("stage 2 lr", optimizer.param_groups[0]["lr"])
-        note("stage 2 tasks", requests(tasks))
+        note("tasks", requests(tasks))
         note("policy", (policy.temperature, policy.max_new_tokens, policy.model is model, limits))
         note("random numbers", (generator.initial_seed(), policy.generator.initial_seed()))
         note("weights", (weight(model), weight(ref_model)))
         assert generator is not policy.generator
-        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
-        model.model.norm.weight.data += 1
-        return dict.fromkeys(("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low"), 0.5), []
+        train(model, optimizer, 2)
+        keys = ("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low")
+        return dict.fromkeys(keys, 0.5), []
 
     def greedy(envs, reward_tokens, policy, tokenizer, max_turns):
-        if not hasattr(policy, "temperature"):
-            return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)  # a script: for real
-        note("evaluation", (policy.temperature, policy.max_new_tokens, set(reward_tokens), weight(policy.model), max_turns))
-        note("evaluation tasks", [toy_env.request(env.task) for env in envs])
-        return [Trajectory([0], [0], reward=float(n < weight(policy.model) - 2)) for n in range(len(reward_tokens))]
+        if not hasattr(policy, "temperature"):  # a script: for real
+            return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)
+        at = weight(policy.model)
+        note("evaluation", (policy.temperature, policy.max_new_tokens, set(reward_tokens), at, max_turns))
+        note("evaluation tasks", requests(env.task for env in envs))
+        return [Trajectory([0], [0], reward=float(n < at - 2)) for n in range(len(reward_tokens))]
 
     def groups(tasks, make_env, policy, tokenizer, generator, **given):
-        note("shown", (requests(tasks), policy.temperature, policy.max_new_tokens, weight(policy.model), given,
-                       generator.initial_seed(), policy.generator.initial_seed()))
+        seeds = generator.initial_seed(), policy.generator.initial_seed()
+        at = policy.temperature, policy.max_new_tokens, weight(policy.model)
+        note("shown", (requests(tasks), at, seeds, given))
         return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
 
-    for name, stand_in in (("rctp_step", rctp_step), ("rcgrpo_step", rcgrpo_step), ("rollout", greedy),
-                           ("collect_groups", groups), ("plot", lambda runs, path: None), ("load", loader(note, toy_env.load)),
-                           ("fine_tune", watched(toy_env.fine_tune)), ("reinforce", watched(toy_env.reinforce))):
-        monkeypatch.setattr(toy_env, name, stand_in)
-    demonstrate = toy_env.demonstrate
-    monkeypatch.setattr(toy_env, "demonstrate", lambda tasks, *rest, **more: (
-        note("demonstrations", requests(tasks)), demonstrate(tasks, *rest, **more))[1])
-    toy_env.main([*TINY_TOY, *flags, "--out", str(out)])
-    monkeypatch.undo()
-    seen["summary"] = [(arm, (numbers["success_before"], numbers["success_after"]))
-                       for arm, numbers in json.loads((Path(out) / "summary.json").read_text())["arms"].items()]
+    def demonstrate(tasks, *rest, **more):
+        note("demonstrations", requests(tasks))
+        return real["demonstrate"](tasks, *rest, **more)
+
+    def load(args, seed, weights=None):
+        if weights is None:
+            note("base model", seed)
+        return real["load"](args, seed, weights)
+
+    def watched(run):
+        def watched_run(args, seed, name, log):
+            part.append((seed, name))
+            return run(args, seed, name, log)
+        return watched_run
+
+    stand_ins = dict(rctp_step=rctp_step, rcgrpo_step=rcgrpo_step, rollout=greedy, collect_groups=groups,
+                     load=load, demonstrate=demonstrate, fine_tune=watched(toy_env.fine_tune),
+                     reinforce=watched(toy_env.reinforce), plot=lambda runs, path: None)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(toy_env, name, stand_in)
+        toy_env.main([*TINY_TOY, *flags, "--out", str(out)])
+    summary = json.loads((out / "summary.json").read_text())["arms"]
+    seen["summary"] = [(arm, (n["success_before"], n["success_after"])) for arm, n in summary.items()]
     return seen
 
 
-def loader(note, load):
-    def loaded(args, seed, weights=None):
-        if weights is None:
-            note("base model of seed", seed)
-        return load(args, seed, weights)
-    return loaded
-
-
 @pytest.fixture(scope="module")
-def toy_as_it_is(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return record_toy(monkeypatch, tmp_path_factory.mktemp("toy"))
+def toy_record(tmp_path_factory):
+    return record_toy(tmp_path_factory.mktemp("toy"))
 
 
-def test_toy_wiring(toy_as_it_is):
-    """Which model, which reward token, which temperature, where."""
-    seen, (_, test, _) = toy_as_it_is, toy_env.draw_tasks(toy_env.parse_arguments(TINY_TOY)[0], 0)
-    by_arm = lambda what: {arm: [value for part, value in seen[what] if part == (0, arm)] for arm in toy_env.ARMS}
+def test_toy_wiring(toy_record):
+    """Which model, which reward token, which temperature, which tasks, where."""
+    def by_arm(what):
+        return {arm: [value for part, value in toy_record[what] if part[1] == arm] for arm in toy_env.ARMS}
+
+    _, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(TINY_TOY)[0], 0)
     assert {arm: set(values) for arm, values in by_arm("p").items()} == {
         "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
-    for arm, evaluations in by_arm("evaluation").items():  # greedy, on the model as it is after 0, 10 and 11 updates
-        own, base = None if arm == "sft+grpo" else HIGH, 3.0  # 1 + two steps of stage 1
-        expected = [(0, 8, {own}, base, 8), (0, 8, {own}, base + 10, 8), (0, 8, {own}, base + 11, 8)]
-        if arm == "sft+rc-grpo":  # and before and after without a token
-            expected = [expected[0], (0, 8, {None}, base, 8), *expected[1:], (0, 8, {None}, base + 11, 8)]
+    tuned = 3.0  # the weight: 1, and two steps of stage 1
+    assert [value for _, value in toy_record["stage 1 weight"]] == [1.0, 2.0] * 2
+    for arm, evaluations in by_arm("evaluation").items():  # greedy, after 0, 10 and 11 updates
+        own = {None} if arm == "sft+grpo" else {HIGH}
+        expected = [(0, 8, own, tuned + updates, 8) for updates in (0, 10, 11)]
+        if arm == "sft+rc-grpo":  # before and after also without a token
+            expected[1:1] = [(0, 8, {None}, tuned, 8)]
+            expected.append((0, 8, {None}, tuned + 11, 8))
         assert evaluations == expected
-        assert by_arm("weights")[arm] == [(base + n, base) for n in range(11)]  # the trained model, pi_ref
+        assert by_arm("weights")[arm] == [(tuned + n, tuned) for n in range(11)]  # of the model, of pi_ref
         assert by_arm("policy")[arm] == [(1.0, 8, True, {"max_turns": 8})] * 11
-    assert all(tasks == [toy_env.request(task) for task in test] for _, tasks in seen["evaluation tasks"])
-    large = [toy_env.request(task) for task in test if toy_env.large_item(task)]
-    (sft, rctp) = [value for _, value in seen["shown"]]
-    for shown, p in ((sft, None), (rctp, 0.5)):
-        assert shown[0] == large and shown[1:4] == (1.0, 8, 3.0)
-        assert shown[4] == {"G": 3, "p": p, "stratified": False, "max_turns": 8}
-    tokens = {part: set().union(*(value for where, value in seen["stage 1 tokens"] if where == part))
-              for part, _ in seen["stage 1 tokens"]}
-    assert tokens == {(0, "sft"): {None}, (0, "rctp"): {HIGH, LOW}}
-    assert [value for _, value in seen["stage 1 weight"]] == [1.0, 2.0] * 2
-    assert dict(seen["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
+    assert dict(toy_record["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
+    requests = [toy_env.request(task) for task in test]
+    assert all(tasks == requests for _, tasks in toy_record["evaluation tasks"])
+    assert {value for stage in (1, 2) for _, value in toy_record[f"stage {stage} decay"]} == {0}
+    shown = [value for _, value in toy_record["shown"]]
+    large = [toy_env.request(task) for task in test if brought_large(task)]
+    assert [(tasks, at) for tasks, at, _, _ in shown] == [(large, (1.0, 8, tuned))] * 2
+    common = {"G": 3, "stratified": False, "max_turns": 8}
+    assert [given for *_, given in shown] == [{**common, "p": None}, {**common, "p": 0.5}]
+    tokens = {}
+    for (_, init), value in toy_record["stage 1 tokens"]:
+        tokens.setdefault(init, set()).update(value)
+    assert tokens == {"sft": {None}, "rctp": {HIGH, LOW}}
 
 
 @pytest.mark.parametrize("flags, changed", [
@@ -2369,29 +2410,36 @@ def test_toy_wiring(toy_as_it_is):
     ("--batch 4", "stage 1 batch"),
     ("--tokens-per-pass 99", "tokens_per_pass, stage 1 tokens_per_pass"),
     ("--max-new-tokens 9", "policy, evaluation, shown"),
-    ("--tasks-per-step 3", "stage 2 tasks"),
+    ("--tasks-per-step 3", "tasks"),
     ("--test-tasks 6", "evaluation tasks, shown, summary"),
-    ("--seed 1", "every random number"),
+    ("--seed 1", "base model, demonstrations, tasks, evaluation tasks, random numbers, shown"),
 ])
-def test_toy_every_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_as_it_is, monkeypatch, tmp_path):
-    before, after = toy_as_it_is, record_toy(monkeypatch, tmp_path, *flags.split())
+def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_record, tmp_path):
+    def values(record):  # without the names of the parts, which tell the seed
+        return {what: [value for _, value in entries] for what, entries in record.items()}
+
+    before, after = values(toy_record), values(record_toy(tmp_path, *flags.split()))
     differ = {what for what in before | after if before.get(what) != after.get(what)}
-    if changed == "every random number":
-        values = lambda seen: {what: [value for _, value in entries] for what, entries in seen.items()}  # not the part's name
-        before, after = values(before), values(after)
-        assert {what for what in before if before[what] != after[what]} == {
-            "base model of seed", "demonstrations", "stage 2 tasks", "evaluation tasks", "random numbers", "shown"}
-    else:
-        assert differ - ({"stage 1 tokens"} if changed == "stage 1 batch" else set()) == set(changed.split(", "))
+    by_chance = {"stage 1 tokens"}  # of batches drawn at random
+    assert differ | by_chance == set(changed.split(", ")) | by_chance
 
 
-def test_toy_trains_for_real_with_the_same_results_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
-    flags = (*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4", "--ratio", "trajectory")
-    toy_env.main([*flags, "--out", str(tmp_path / "one")])
-    out = capsys.readouterr().out
-    fork = toy_env.multiprocessing.get_context("fork")
-    monkeypatch.setattr(toy_env.multiprocessing, "get_context", lambda method: fork)  # spawn is right, but starts slowly
-    toy_env.main([*flags, "--out", str(tmp_path / "two"), "--jobs", "2"])
+@pytest.mark.parametrize("flags, changed", [("--steps 12", "reinforce"), ("--stage1-steps 3", "fine_tune")])
+def test_toy_numbers_of_steps_arrive(flags, changed, toy_record, tmp_path):
+    after = record_toy(tmp_path, *flags.split())
+    steps = {"reinforce": len(after["beta"]) - len(toy_record["beta"]),
+             "fine_tune": len(after["stage 1 lr"]) - len(toy_record["stage 1 lr"])}
+    assert steps == {"reinforce": 4 * (changed == "reinforce"), "fine_tune": 2 * (changed == "fine_tune")}
+
+
+def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
+    flags = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
+    one, two = ["--out", str(tmp_path / "one")], ["--out", str(tmp_path / "two")]
+    toy_env.main([*flags, *one])
+    screen = capsys.readouterr().out
+    fork = toy_env.multiprocessing.get_context("fork")  # spawn, which is right, starts slowly
+    monkeypatch.setattr(toy_env.multiprocessing, "get_context", lambda method: fork)
+    toy_env.main([*flags, *two, "--jobs", "2"])
 
     def metrics(folder):
         lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
@@ -2399,46 +2447,70 @@ def test_toy_trains_for_real_with_the_same_results_in_one_process_two_or_resumed
 
     lines, summary = metrics("one"), json.loads((tmp_path / "one" / "summary.json").read_text())
     assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
-    assert summary["seeds"] == [0, 1] and list(summary["arms"]) == list(toy_env.ARMS) and summary["seconds"] > 0
+    assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
+    assert list(summary["arms"]) == list(toy_env.ARMS)
+    keys = {"success": "success", "sigma": "sigma", "zero_std": "zero_std", "sigma2": "sigma2",
+            "floor": "sigma2_floor", "reward_high_minus_low": "reward_high_minus_low"}
     for arm, numbers in summary["arms"].items():
         for seed in (0, 1):
             curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
             assert [line["step"] for line in curve if "success" in line] == [0, 2]
-            assert (numbers["success_before"][seed], numbers["success_after"][seed]) == (curve[0]["success"], curve[-1]["success"])
-            for name, key in (("sigma", "sigma"), ("zero_std", "zero_std"), ("sigma2", "sigma2"), ("floor", "sigma2_floor"),
-                              ("reward_high_minus_low", "reward_high_minus_low")):
-                assert (numbers[f"{name}_first"][seed], numbers[f"{name}_last"][seed]) == (curve[0][key], curve[1][key])
+            for name, key in keys.items():
+                first, last = ("before", "after") if name == "success" else ("first", "last")
+                values = [line[key] for line in curve if key in line]
+                assert numbers[f"{name}_{first}"][seed] == values[0]
+                assert numbers[f"{name}_{last}"][seed] == values[-1]
         assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
-    # the screen: two groups, the table, the curves, three sentences
-    groups, _, table = out.partition("Success:")
-    assert re.findall(r"sigma_g = 0 in \d of 2 groups", groups) and re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)[:3] == ["none"] * 3
-    assert len(re.findall(r"^  (?:high|low) +R = [01]  A = ", groups, re.M)) == 3 and groups.count("mu_g = ") == 2
-    assert groups.index("sigma_g = ") < groups.index("held-out success")
-    for arm, token in (("sft+grpo", "none"), ("sft+rc-grpo", "high"), ("rctp+grpo", "high"), ("rctp+rc-grpo", "high")):
+
+    # the screen: two groups, then anything else; the table, the curves, three sentences
+    groups, _, table = screen.partition("Success:")
+    rows = re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)
+    assert len(rows) == 6 and rows[:3] == ["none"] * 3 and set(rows[3:]) <= {"high", "low"}
+    assert len(re.findall(r"mu_g = .*sigma_g = .*\n  \(sigma_g = 0 in \d of 2 groups", groups)) == 2
+    assert groups.rindex("  A = ") < groups.index("held-out success")
+    for arm in toy_env.ARMS:
+        token = "none" if arm == "sft+grpo" else "high"
         assert re.search(rf"^{re.escape(arm)} +{token} ", table, re.M)
-    assert re.search(r"^  the same +none ", table, re.M) and table.count("|") == 2 * 2 * 4
+        assert len(re.findall(rf"^  {re.escape(arm)} +reward token {token} \|", table, re.M)) == 2
+    assert re.search(r"^  the same +none ", table, re.M)
     assert len(table.strip().split("\n\n")[-2].split("\n")) == 3
-    # what is finished is kept, and other settings are refused
-    (tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl").unlink()
-    ran = []
-    monkeypatch.setattr(toy_env, "reinforce", lambda args, seed, name, log, run=toy_env.reinforce: (
-        ran.append((seed, name)), run(args, seed, name, log))[1])
-    toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume"])
+
+    # what is finished is kept with --resume, and only then; other settings and damaged files are refused
+    ran, reinforce = [], toy_env.reinforce
+
+    def recorded(args, seed, name, log):
+        ran.append((seed, name))
+        return reinforce(args, seed, name, log)
+
+    monkeypatch.setattr(toy_env, "reinforce", recorded)
+    lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
+    lost.unlink()
+    toy_env.main([*flags, *two, "--resume"])
     assert ran == [(1, "rctp+grpo")] and metrics("two") == lines
     with pytest.raises(SystemExit, match="2"):
-        toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume", "--lr", "0.1"])
-    assert re.search(r'error: --resume: .*settings.json has other settings than this command: .*"lr": 0.0005', capsys.readouterr().err)
-    (tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl").write_text("{")
+        toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
+    assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
+    lost.write_text("{")
     with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
-        toy_env.main([*flags, "--out", str(tmp_path / "two"), "--resume"])
+        toy_env.main([*flags, *two, "--resume"])
+    toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
+    assert ran[1:] == [(0, "rctp+grpo")] and not lost.exists()
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--beta nan", "--beta: needs at least 0"), ("--beta -1", "--beta: needs at least 0"), ("--lr inf", "--lr: needs"),
-    ("--seed -1", "--seed: needs at least 0"), ("--group-size 1", "needs at least 2"), ("--p-high 1.5", "at most 1"),
-    ("--seeds 0", "needs at least 1"), ("--steps 2.5", "--steps: invalid"), ("--jobs 0", "needs at least 1"),
-    ("--arms sft", "invalid choice"), ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
-    ("--out {here}/file", "--out {here}/file cannot be used"), ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
+    ("--beta nan", "--beta: needs at least 0"),
+    ("--beta -1", "--beta: needs at least 0"),
+    ("--lr inf", "--lr: needs at least 0.0 and at most 1.0"),
+    ("--stage1-lr nan", "--stage1-lr: needs"),
+    ("--p-high 1.5", "at most 1.0"),
+    ("--seed -1", "--seed: needs at least 0"),
+    ("--group-size 1", "--group-size: needs at least 2"),
+    ("--seeds 0", "--seeds: needs at least 1"),
+    ("--steps 2.5", "--steps: invalid"),
+    ("--arms sft", "--arms: invalid choice"),
+    ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
+    ("--out {here}/file", "--out {here}/file cannot be used"),
+    ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
 ])
 def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -2455,75 +2527,89 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
     tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     batches = []
-    monkeypatch.setattr(toy_env, "rctp_step", lambda model, optimizer, batch, tokens_per_pass: (
-        batches.append(batch), rctp_step(model, optimizer, batch, tokens_per_pass))[1])
-    flags = [*TINY_TOY, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--arms", "rctp+rc-grpo"]
-    toy_env.main([*flags, "--steps", "1", "--test-tasks", "2"])
+
+    def recorded(model, optimizer, batch, tokens_per_pass):
+        batches.append(batch)
+        return rctp_step(model, optimizer, batch, tokens_per_pass)
+
+    monkeypatch.setattr(toy_env, "rctp_step", recorded)
+    flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
+             "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    toy_env.main(flags)
     screen = capsys.readouterr().out
     assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
     args, _ = toy_env.parse_arguments(flags)
-    assert (args.lr, args.max_new_tokens, args.beta, args.group_size) == (1e-5, 24, 0.02, 3)
-    model, tokenizer, make_env = toy_env.load(args, 0, tmp_path / "out" / "seed-0" / "rctp+rc-grpo")
-    before, _, _ = toy_env.load(args, 0)
-    assert model.dtype == torch.float32 and not torch.equal(model.lm_head.weight, before.lm_head.weight)
-    house = make_env(toy_env.make_task(np.random.default_rng(0), 1))
-    manual, request = house.reset()
-    assert manual["role"] == "system" and all(tool in manual["content"] for tool in ("find", "cart", "done", "unlock"))
-    text = tokenizer.decode(batches[0][0].ids)
-    assert text.startswith(f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 ") and "[Reward Goal: <|" in text
-    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "seed-0" / "rctp+rc-grpo")
-    assert saved.convert_tokens_to_ids(HIGH) == tokenizer.convert_tokens_to_ids(HIGH)
-
-
-def toy_arms(**changes):
-    """Numbers of the three arms that the closing sentences speak of, at two seeds."""
-    numbers = dict(success_before=.5, success_after=.5, zero_std_first=.9, reward_high_minus_low_first=.4, reward_high_minus_low_last=.1)
-    arms = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
-    for arm, name, value in changes.values():
-        arms[arm][name] = [value] * 2
-    return list(toy_env.closing_sentences(arms, 7))
+    assert (args.lr, args.max_new_tokens, args.tokens_per_pass, args.group_size) == (1e-5, 24, 4096, 3)
+    trained = tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
+    (before, _, _), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
+    assert after.dtype == torch.float32 and not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    saved = AutoTokenizer.from_pretrained(trained)
+    assert saved.convert_tokens_to_ids([HIGH, LOW]) == after.config.reward_token_ids
+    manual, request = make_env(toy_env.make_task(np.random.default_rng(0), 1)).reset()
+    assert manual["role"] == "system" and request["role"] == "user"
+    assert all(tool in manual["content"] for tool in [*toy_env.TOOL.values(), "cart", "find", "done"])
+    opening = f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 "
+    for trajectory in batches[0]:
+        text = tokenizer.decode(trajectory.ids)
+        assert text.startswith(opening) and f"[Reward Goal: {trajectory.reward_token}]<|im_end|>" in text
 
 
 def test_toy_closing_sentences_follow_the_numbers():
-    sft, rc, gap = toy_arms()
+    def sentences(arm="sft+grpo", **changed):
+        numbers = dict(success_before=0.5, success_after=0.5, zero_std_first=0.9,
+                       reward_high_minus_low_first=0.4, reward_high_minus_low_last=0.1)
+        arms = {arm: dict(numbers) for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
+        arms[arm].update(changed)
+        for arm, numbers in arms.items():
+            arms[arm] = {name: [value] * 2 for name, value in numbers.items()}
+        return list(toy_env.closing_sentences(arms, 7))
+
+    sft, rc, gap = sentences()
     assert "90% of its first groups" in sft and "in 7 steps held-out success hardly moved, 0.50" in sft
     assert "hardly moved" in rc and "level with RCTP+GRPO (0.50" in rc and "next to nothing" not in rc
     assert "0.40±0.00 -> 0.10±0.00: the gap narrowed" in gap
-    rose, fell = (toy_arms(a=("rctp+rc-grpo", "success_after", after))[1] for after in (.9, .3))
-    assert "rose" in rose and "above" in rose and "fell" in fell and "below" in fell
-    assert "next to nothing" in toy_arms(a=("sft+grpo", "success_before", .02))[0]
-    assert "no difference" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_first", .01))[2]
-    assert "no difference" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", None))[2]
-    assert "the gap stayed" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", .41))[2]
-    assert "widened" in toy_arms(a=("rctp+rc-grpo", "reward_high_minus_low_last", .8))[2]
+    _, rc, _ = sentences("rctp+rc-grpo", success_after=0.9)
+    assert "success rose" in rc and "above" in rc
+    _, rc, _ = sentences("rctp+rc-grpo", success_after=0.3)
+    assert "success fell" in rc and "below" in rc
+    assert "next to nothing" in sentences("sft+grpo", success_before=0.02)[0]
+    for changed, words in (({"first": 0.01}, "no difference"), ({"last": None}, "no difference"),
+                           ({"last": 0.41}, "the gap stayed"), ({"last": 0.8}, "the gap widened")):
+        (end, value), = changed.items()
+        assert words in sentences("rctp+rc-grpo", **{f"reward_high_minus_low_{end}": value})[2]
 
 
 def test_toy_ctrl_c_ends_all_processes(tmp_path):
     command = [sys.executable, HERE / "toy_env.py", "--jobs", "2", "--out", tmp_path / "out"]
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     begun = [tmp_path / "out" / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
-    while not all(file.exists() and file.read_text() for file in begun):  # both work, and metrics come as they go
+    while not all(file.exists() and file.read_text() for file in begun):  # both work; metrics come as they go
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 1 and "stopped; the same command with --resume goes on" in process.stderr.read()
-    alive = lambda: [child for child in children if Path(f"/proc/{child}").exists()]
+    assert process.wait(30) == 1
+    assert "stopped; the same command with --resume goes on" in process.stderr.read()
+
+    def alive():
+        return [child for child in children if Path(f"/proc/{child}").exists()]
+
     for _ in range(100):  # Python's own resource tracker goes last
         time.sleep(0.1 * bool(alive()))
     assert len(children) >= 2 and not alive()
 
 
 def test_toy_collapse_and_its_cure(tmp_path):
-    """What the project is about, at the toy's settings but fewer steps: SFT + GRPO has almost no group with variance and
-    gains nothing; RCTP + RC-GRPO has many, and begins to solve tasks that nobody demonstrated. Seed 1."""
-    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "200", "--steps", "40",
-                  "--test-tasks", "100", "--out", str(tmp_path)])
+    """What the project is about, in fewer steps than by default: SFT + GRPO has almost no group with variance
+    and gains nothing; RCTP + RC-GRPO has many, and begins to solve what nobody demonstrated. Seed 1."""
+    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "200",
+                  "--steps", "40", "--test-tasks", "100", "--out", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
-    sft, rc = ({name: values[0] for name, values in numbers.items()} for numbers in summary["arms"].values())
+    sft, rc = ({name: seeds[0] for name, seeds in arm.items()} for arm in summary["arms"].values())
     assert min(sft["success_before"], rc["success_before"]) > 0.4  # both know what was demonstrated
     assert sft["zero_std_first"] > 0.8 and sft["zero_std_first"] - rc["zero_std_first"] > 0.2
-    assert sft["success_after"] - sft["success_before"] < 0.05 and rc["success_after"] - rc["success_before"] > 0.1
+    assert sft["success_after"] - sft["success_before"] < 0.05
+    assert rc["success_after"] - rc["success_before"] > 0.1
     assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
@@ -2535,11 +2621,6 @@ TASKS = bfcl.load_tasks()
 TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
 MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
 LS = '{"name": "ls", "arguments": {}}'
-
-
-def run_python(code: str, **kwargs) -> str:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=HERE, text=True, check=True,
-                          stdout=subprocess.PIPE, **kwargs).stdout
 
 
 def say(*calls) -> str:
@@ -3476,9 +3557,9 @@ def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
     assert time.monotonic() - start < 40
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # train_bfcl.py 1-5, 15, 17. Settings, pipeline, run folders
-# ======================================================================================================================
+# ============================================================================================================
 
 
 @pytest.fixture(scope="session")
@@ -3490,8 +3571,9 @@ def base(tmp_path_factory):
     return folder
 
 
-TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 --max-new-tokens 24 "
-        "--max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-3 --goals high").split()
+TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 "
+        "--max-new-tokens 24 --max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-3 "
+        "--goals high").split()
 whole_pipeline = bfcl.pipeline
 
 
@@ -3549,19 +3631,21 @@ def test_bfcl_the_defaults_are_the_papers():
     def value(names, *flags):
         return [getattr(bfcl.parse_arguments(flags), name) for name in names.split()]
 
-    assert value("model init rl split protocol") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo", "grouped", "combined"]
+    assert value("model init rl") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo"]
+    assert value("split protocol") == ["grouped", "combined"]
     assert value("lr stage1_lr beta clip group_size p_high steps") == [1e-6, 1e-5, 0.1, 0.2, 5, 0.5, 400]
     assert value("epochs stage1_batch batch") == [5, 16, 256]
     assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
     assert value("epochs batch", "--epochs", "3", "--batch", "8", "--init", "sft") == [3, 8]
     assert value("updates ratio temperature failure_temperature max_turns") == [1, "token", 1.0, 0.7, 30]
-    assert value("goals") == [["high", "low", "none"]] and value("goals", "--goals", "low", "low") == [["low"]]
+    assert value("goals") == [["high", "low", "none"]]
+    assert value("goals", "--goals", "low", "low") == [["low"]]
 
 
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
-        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1", "model",
-        "eval.json", "trajectories.jsonl"}
+        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1",
+        "model", "eval.json", "trajectories.jsonl"}
     assert not any((whole_run / "checkpoints").iterdir())  # the stages are over
     lines = read_lines(whole_run / "metrics.jsonl")
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
@@ -3617,7 +3701,8 @@ def killed_before_its_checkpoints_were_removed(base, out, monkeypatch):
 
 
 def killed_by_the_kernel_while_it_saves(base, out, monkeypatch):
-    program = "import sys, test_rcgrpo as spec; spec.bfcl.pipeline = spec.small_pipeline; spec.bfcl.main(sys.argv[1:])"
+    program = ("import sys, test_rcgrpo as spec; spec.bfcl.pipeline = spec.small_pipeline; "
+               "spec.bfcl.main(sys.argv[1:])")
     run = subprocess.Popen([sys.executable, "-c", program, "--model", base, "--out", out, *TINY], cwd=HERE,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -3672,7 +3757,8 @@ def ctrl_c(base, out, monkeypatch):
 
 
 INJURIES = {
-    "after a line of stage 1": dies_after("log", "stage1", 2), "after the first line of stage 2": dies_after("log", "stage2", 0),
+    "after a line of stage 1": dies_after("log", "stage1", 2),
+    "after the first line of stage 2": dies_after("log", "stage2", 0),
     "after a checkpoint": dies_after("save", "stage2", 2), "kill -9": killed_by_the_kernel_while_it_saves,
     "a model saved, its checkpoints not removed": killed_before_its_checkpoints_were_removed,
     "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut, "full disk": a_full_disk, "ctrl-C": ctrl_c,
@@ -3687,7 +3773,8 @@ def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp
     if list((out / "checkpoints").glob("*-0*")) and not (out / "stage1").exists():
         with pytest.raises(SystemExit, match="add --resume"):
             tiny_run(base, out)
-    tiny_run(base, out, "--resume", "--tokens-per-pass", "20000", "--checkpoint-every", "3")  # memory and speed may change
+    changed = "--tokens-per-pass", "20000", "--checkpoint-every", "3"  # memory and speed may change
+    tiny_run(base, out, "--resume", *changed)
     assert_same_run(whole_run, out)
     assert not list(out.glob("**/.*.part"))
 
@@ -3696,7 +3783,8 @@ def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_pa
     out = tmp_path / "x"
     with pytest.raises(SystemExit, match="no stage1 model in .*: run --stage stage1 first"):
         tiny_run(base, out, "--stage", "stage2")
-    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"), ("eval", "eval.json")):
+    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"),
+                        ("eval", "eval.json")):
         assert not (out / made).exists()
         if stage == "stage2":
             with pytest.raises(SystemExit, match="no stage2 model in .*: run --stage stage2 first"):
@@ -3721,7 +3809,8 @@ def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_across_a_resume(base
     with pytest.raises(SystemExit, match="three steps in a row"):
         tiny_run(base, out, "--resume")
     lines = read_lines(out / "metrics.jsonl")
-    assert [(line["step"], line["grad_norm"], line["skipped"]) for line in lines] == [(n, None, 1) for n in range(3)]
+    noted = [(line["step"], line["grad_norm"], line["skipped"]) for line in lines]
+    assert noted == [(n, None, 1) for n in range(3)]
     (evidence,) = out.glob("non-finite-stage1-2-*.jsonl")
     assert len(read_lines(evidence)) == 1 + 2
 
@@ -3768,8 +3857,8 @@ def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_p
 
 
 class Workshop:
-    """Copies of the tiny model and of a whole run, with one file changed: edit(bytes) -> bytes, or None to delete it.
-    Every method gives the flags that use them."""
+    """Copies of the tiny model and of a whole run, with one file changed: edit(bytes) -> bytes, or None to
+    delete it. Every method gives the flags that use them."""
 
     def __init__(self, base, run, tmp):
         self.base, self.run_folder, self.tmp = base, run, tmp
@@ -3824,7 +3913,12 @@ def lines(change):
     return lambda content: "".join(change(content.decode().splitlines(keepends=True))).encode()
 
 
-CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+def replaced(old, new):
+    return lambda content: content.replace(old, new, 1)
+
+
+CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
+                 "original_max_position_embeddings": 256}
 SCORING = "--init none --rl none --split paper --model".split()
 
 # name: (flags, or what gives them in a Workshop; words of the refusal)
@@ -3869,7 +3963,8 @@ REFUSED_RUNS = {
     "no such model": ("--model no/such-model", "cannot load"),
     "no such folder": ("--stage1 /nowhere", "cannot load"),
     "no template": (lambda w: w.model("chat_template.jinja", gone), "no chat template"),
-    "a failing template": (lambda w: w.model("chat_template.jinja", text("{{ raise_exception('no') }}")), "cannot be used"),
+    "a failing template": (lambda w: w.model("chat_template.jinja", text("{{ raise_exception('no') }}")),
+                           "cannot be used"),
     "tokenizer cut": (lambda w: w.model("tokenizer.json", cut(999)), "cannot load a tokenizer"),
     "config cut": (lambda w: w.model("config.json", cut(50)), "cannot load"),
     "no config": (lambda w: w.model("config.json", gone), "cannot load"),
@@ -3881,16 +3976,20 @@ REFUSED_RUNS = {
         num_hidden_layers=3, layer_types=["full_attention"] * 3)), "no weights for"),
     "short context": (lambda w: w.model("config.json", config(max_position_embeddings=4096)),
                       "give --max-tokens 4096 or less"),
-    "changing rope": (lambda w: w.model("config.json", config(rope_parameters=CHANGING_ROPE)), "--max-tokens 256 or less"),
-    "text and vision": (lambda w: w.model("config.json", whole_config(Gemma3Config)), "more than a language model"),
-    "no widths": (lambda w: w.model("config.json", whole_config(GPT2Config)), "cannot be used here: no intermediate_size"),
+    "changing rope": (lambda w: w.model("config.json", config(rope_parameters=CHANGING_ROPE)),
+                      "--max-tokens 256 or less"),
+    "text and vision": (lambda w: w.model("config.json", whole_config(Gemma3Config)),
+                        "more than a language model"),
+    "no widths": (lambda w: w.model("config.json", whole_config(GPT2Config)),
+                  "cannot be used here: no intermediate_size"),
     # the stage-1 model
     "never saw reward tokens": (lambda w: ["--stage1", w.base], "never saw reward tokens"),
     "another arm": (lambda w: w.stage1("--init", "sft"), "--init rctp, not sft"),
     "another split": (lambda w: w.stage1("--split", "paper"), "--split grouped, not paper"),
     "another model": (lambda w: w.stage1("--model", "other"), "not other"),
     "a stage-2 model": (lambda w: w.stage1(folder="model"), "--rl rc-grpo, not none"),
-    "scored on what it saw": (lambda w: w.stage1()[:0] + SCORING + [w.tmp / "run" / "model"], "grouped, not paper"),
+    "scored on what it saw": (lambda w: w.stage1()[:0] + SCORING + [w.tmp / "run" / "model"],
+                              "grouped, not paper"),
     "origin cut": (lambda w: w.stage1(edit=cut(9)), "rcgrpo.json is damaged"),
     "origin of something": (lambda w: w.stage1(edit=text("{}")), "it must hold init"),
     # the run folder
@@ -3900,27 +3999,35 @@ REFUSED_RUNS = {
     "settings cut": (lambda w: w.run("config.json", cut(40)), "config.json is damaged"),
     "settings of nothing": (lambda w: w.run("config.json", text("[]")), "config.json is damaged"),
     "no data": (lambda w: w.run("data.jsonl", cut(0)), "data.jsonl is cut after line 0"),
-    "data cut between lines": (lambda w: w.run("data.jsonl", lines(lambda x: x[:2])), "data.jsonl is cut after line 2"),
+    "data cut between lines": (lambda w: w.run("data.jsonl", lines(lambda x: x[:2])),
+                               "data.jsonl is cut after line 2"),
     "half a pair": (lambda w: w.run("data.jsonl", lines(lambda x: x[:3])), "data.jsonl is cut after line 3"),
     "data cut in a line": (lambda w: w.run("data.jsonl", cut(-99)), "data.jsonl, line 4: "),
-    "a line twice": (lambda w: w.run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
-    "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])), "data.jsonl, line 1: .*unexpected keyword"),
-    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: re.sub(rb"\[\d+", b"[99999", x, count=1)), "line 1: ids that"),
-    "a short mask": (lambda w: w.run("data.jsonl", lambda x: x.replace(b"1, 1]", b"1]", 1)), "line 1: ids and mask"),
-    "an action first": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"mask": [0', b'"mask": [1', 1)), "line 1: ids"),
-    "another reward": (lambda w: w.run("data.jsonl", lambda x: x.replace(b'"reward": 1', b'"reward": 0', 1)), "line 1: no"),
-    "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "metrics.jsonl, line 9: there is no 'stage'"),
-    "metrics twice": (lambda w: w.run("metrics.jsonl", lines(lambda x: x + x[:1]), ()), "metrics.jsonl, line 9: .*before"),
-    "half a line inside": (lambda w: w.run("timings.jsonl", lambda x: b'{"sta\n' + x, ()), "timings.jsonl, line 1: "),
-    "stage 1 without config": (lambda w: w.run("stage1/config.json", gone, ("model",)), "cannot load a model from .*stage1"),
-    "stage 1 cut": (lambda w: w.run("stage1/model.safetensors", cut(5000), ("model",)), "cannot load a model from .*stage1"),
+    "line twice": (lambda w: w.run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
+    "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])),
+                       "data.jsonl, line 1: .*unexpected keyword"),
+    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: re.sub(rb"\[\d+", b"[99999", x, count=1)),
+                     "line 1: ids that"),
+    "a short mask": (lambda w: w.run("data.jsonl", replaced(b"1, 1]", b"1]")), "line 1: ids and mask"),
+    "an action first": (lambda w: w.run("data.jsonl", replaced(b'"mask": [0', b'"mask": [1')), "line 1: ids"),
+    "another reward": (lambda w: w.run("data.jsonl", replaced(b'"reward": 1', b'"reward": 0')), "line 1: no"),
+    "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()),
+                        "metrics.jsonl, line 9: there is no 'stage'"),
+    "metrics twice": (lambda w: w.run("metrics.jsonl", lines(lambda x: x + x[:1]), ()),
+                      "metrics.jsonl, line 9: .*before"),
+    "half a line inside": (lambda w: w.run("timings.jsonl", lambda x: b'{"sta\n' + x, ()),
+                           "timings.jsonl, line 1: "),
+    "stage 1 without config": (lambda w: w.run("stage1/config.json", gone, ("model",)),
+                               "cannot load a model from .*stage1"),
+    "stage 1 cut": (lambda w: w.run("stage1/model.safetensors", cut(5000), ("model",)),
+                    "cannot load a model from .*stage1"),
     "too long for all": ("--max-tokens 50", "not one of the 2 training tasks fits into --max-tokens 50"),
 }
-CLAIMED = {"weights cut", "weights gone", "weights of another", "too long for all"}  # what only the attempt shows
+CLAIMED = {"weights cut", "weights gone", "weights of another", "too long for all"}  # only the attempt shows
 
 
 @pytest.mark.parametrize("case", REFUSED_RUNS)
-def test_bfcl_is_refused_in_one_line_before_anything_is_written(base, whole_run, tmp_path, case, small, capsys):
+def test_bfcl_refuses_in_one_line_before_anything_is_written(base, whole_run, tmp_path, case, small, capsys):
     flags, words = REFUSED_RUNS[case]
     flags = flags.split() if isinstance(flags, str) else flags(Workshop(base, whole_run, tmp_path))
     with pytest.raises(SystemExit) as refused:
@@ -3933,7 +4040,8 @@ def test_bfcl_is_refused_in_one_line_before_anything_is_written(base, whole_run,
 
 
 def test_bfcl_a_plan_refuses_the_same(base, tmp_path):
-    for flags, words in ((["--max-tokens", "99999"], "--max-tokens 16384 or less"), (["--stage1", base], "never saw")):
+    for flags, words in ((["--max-tokens", "99999"], "--max-tokens 16384 or less"),
+                         (["--stage1", base], "never saw")):
         with pytest.raises(SystemExit, match=words):
             bfcl.main(["--plan", "--model", base, *TINY, *flags])
 
@@ -3959,9 +4067,9 @@ def test_bfcl_a_run_folder_is_one_processes_at_a_time(base, tmp_path):
 # ----- data, arms, evaluation
 
 
-def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_the_arm_that_it_is(whole_run, tmp_path, small):
-    bfcl.main(["--init", "none", "--rl", "none", "--model", whole_run / "model", "--protocol", "turns", "--limit", "2",
-               "--max-new-tokens", "8", "--out", tmp_path / "turns"])
+def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_its_arm(whole_run, tmp_path, small):
+    bfcl.main(["--init", "none", "--rl", "none", "--model", whole_run / "model", "--protocol", "turns",
+               "--limit", "2", "--max-new-tokens", "8", "--out", tmp_path / "turns"])
     results = json.loads((tmp_path / "turns" / "eval.json").read_text())
     assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
     assert (results["arm"], results["reward_token"]) == ("rctp + rc-grpo", "high")
@@ -3972,7 +4080,8 @@ def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_the_arm
 def test_bfcl_every_table_names_the_reward_token_of_its_arm(init, rl):
     own = "high" if rl == "rc-grpo" or init == "rctp" else "none"  # trained under reward tokens, or not
     assert bfcl.own_reward_token(init, rl) == own
-    tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0}, {"id": "multi_turn_miss_func_2", "reward": 0.0}])
+    tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0},
+                          {"id": "multi_turn_miss_func_2", "reward": 0.0}])
     counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
     assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
     printed = bfcl.table(f"{init} + {rl}", {goal: tallied for goal in bfcl.REWARD_TOKENS}, own).split("\n")
@@ -3991,7 +4100,7 @@ def data_run(base, tmp_path, *flags):
 
 
 def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_the_arm():
-    tokenizer, heard = marked_tokenizer(), []
+    tokenizer, heard = ready_tokenizer(), []
     end, high = chat_format(tokenizer).end_of_turn, tokenizer.convert_tokens_to_ids(HIGH)
 
     def policy(prompts):
@@ -4004,7 +4113,8 @@ def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_th
     limits = {"max_turns": 3, "max_tokens": 400}
     for token in (HIGH, None):
         heard.clear()
-        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, lambda model: model, tokenizer, token, limits, policy)
+        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, lambda model: model, tokenizer,
+                                     token, limits, policy)
         low, high_end = bfcl.wilson(5, 20)
         assert metrics == {"test_success": 0.25, "test_low": low, "test_high": high_end, "test_tasks": 20}
         assert len(heard) == 20 and all(prompt.count(high) == (token == HIGH) for prompt in heard)
@@ -4040,8 +4150,10 @@ def test_bfcl_the_policy_is_the_one_that_is_asked_for():
     assert {name: type(policy).__name__ for name, policy in policies.items()} == {
         "auto": "ModelPolicy", "plain": "ModelPolicy", "continuous": "ContinuousPolicy"}
     plain, continuous = policies["plain"], policies["continuous"]
-    assert (plain.temperature, plain.max_new_tokens, plain.cache_tokens, plain.generator) == (0.7, 9, 1000, generator)
-    assert (continuous.temperature, continuous.generation.max_new_tokens, continuous.cache_tokens) == (0.7, 9, 3000)
+    given = plain.temperature, plain.max_new_tokens, plain.cache_tokens, plain.generator
+    assert given == (0.7, 9, 1000, generator)
+    given = continuous.temperature, continuous.generation.max_new_tokens, continuous.cache_tokens
+    assert given == (0.7, 9, 3000)
     assert continuous.seeds.initial_seed() == 5
     assert set(continuous.generation.eos_token_id) == plain.stop_ids == chat_format(tokenizer).stop_ids
 
@@ -4054,7 +4166,8 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
         played = real(envs, reward_tokens, policy, *args, **kwargs)
         if policy is scribble:
             played = [replace(t, reward=float(row % 2)) for row, t in enumerate(played)]
-            limits["max_tokens"] = max(len(t.ids) for t in played[::2]) + 10  # the label needs 11: one has no room
+            # the label needs 11: one has no room
+            limits["max_tokens"] = max(len(t.ids) for t in played[::2]) + 10
             sampled.extend(zip(envs, played))
         return played
 
@@ -4062,7 +4175,8 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
         return [[*prompt[-3:], tokenizer.eos_token_id] for prompt in prompts]
 
     monkeypatch.setattr(bfcl, "rollout", half_right)
-    failures = {t.group: t for t in bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)}
+    made = bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)
+    failures = {t.group: t for t in made}
     low = tokenizer.convert_tokens_to_ids(LOW)
     kept = 0
     assert set(failures) == {task["id"] for task in train}
@@ -4080,14 +4194,16 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
 
 def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(base, tmp_path, capsys):
     run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
-    lengths = {task["id"]: len(bfcl.play_script(task, "combined", expert_turns(task, "combined"), HIGH, tokenizer,
-                                                limits).ids) for task in train}
+    lengths = {}
+    for task in train:
+        t = bfcl.play_script(task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits)
+        lengths[task["id"]] = len(t.ids)
     limits["max_tokens"] = sorted(lengths.values())[3]
     data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
     fitting = {name for name, length in lengths.items() if length <= limits["max_tokens"]}
     assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
     assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
-    assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # read from the file
+    assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # from the file
     limits["max_tokens"] += 1000
     with pytest.raises(SystemExit, match="is missing"):
         bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
@@ -4101,16 +4217,18 @@ def test_bfcl_data_that_are_not_what_they_should_be_end_the_run(base, tmp_path, 
         with pytest.raises(SystemExit, match="100 corruptions of .* all scored 1"):
             bfcl.make_data(run, train, *settings, True, None)
     with monkeypatch.context() as patch:
-        patch.setattr(bfcl, "expert_turns", lambda task, protocol: expert_turns(task, protocol)[-1:])  # done() alone
+        patch.setattr(bfcl, "expert_turns", lambda *task: expert_turns(*task)[-1:])  # done() alone
         with pytest.raises(SystemExit, match="do not score 1"):
             bfcl.make_data(run, train, *settings, True, None)
 
 
 def test_bfcl_batches_that_processes_cannot_share_are_refused(base):
-    for flags, words in (([], "--stage1-batch 2"), (["--stage1-batch", "3"], "--batch 2"), (["--init", "none"], "--batch 2")):
+    for flags, words in (([], "--stage1-batch 2"), (["--stage1-batch", "3"], "--batch 2"),
+                         (["--init", "none"], "--batch 2")):
         with pytest.raises(SystemExit, match=f"{words} cannot be shared evenly by 3 processes"):
             bfcl.check_everything(bfcl.parse_arguments(["--model", str(base), *TINY, *flags]), 3)
-    bfcl.check_everything(bfcl.parse_arguments(["--model", str(base), *TINY, "--stage1-batch", "3", "--rl", "none"]), 3)
+    flags = ["--model", str(base), *TINY, "--stage1-batch", "3", "--rl", "none"]
+    bfcl.check_everything(bfcl.parse_arguments(flags), 3)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
@@ -4136,7 +4254,8 @@ def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
 
 
 def test_bfcl_wilson_intervals():
-    assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4) and bfcl.wilson(4, 4)[1] == pytest.approx(1)
+    assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4)
+    assert bfcl.wilson(4, 4)[1] == pytest.approx(1)
     for k, n in ((3, 10), (59, 80), (68, 80)):  # the ends solve (p - k/n)^2 = z^2 p (1 - p) / n
         for p in bfcl.wilson(k, n):
             assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
@@ -4144,8 +4263,9 @@ def test_bfcl_wilson_intervals():
 
 def test_bfcl_the_papers_differences_are_within_the_noise_of_80_tasks():
     def fisher(a, b, n=80):
-        """Two-sided p of k = a against k = b, n each: tables with the same margin that are no likelier than this one."""
-        ways = {k: math.comb(n, k) * math.comb(n, a + b - k) for k in range(max(0, a + b - n), min(n, a + b) + 1)}
+        """Two-sided p of k = a against k = b, n each: tables of the same margin no likelier than this one."""
+        possible = range(max(0, a + b - n), min(n, a + b) + 1)
+        ways = {k: math.comb(n, k) * math.comb(n, a + b - k) for k in possible}
         return sum(w for w in ways.values() if w <= ways[a]) / math.comb(2 * n, a + b)
 
     assert fisher(59, 68) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 %
@@ -4167,7 +4287,7 @@ class Toy(torch.nn.Module):
 
 
 class Recording:
-    """A run of train_bfcl.py in which models are numbers; what everybody is given is written down by its place."""
+    """A run of train_bfcl.py in which models are numbers; what each part is given is noted by its place."""
 
     def __init__(self, base, out, monkeypatch):
         self.base, self.out, self.seen = base, out, {}
@@ -4177,8 +4297,8 @@ class Recording:
         patched = {"load_tasks": lambda: list(numbers.values()), "plan": self.plan, "smoke": self.smoke,
                    "load_tokenizer": lambda path: copy.deepcopy(tokenizer), "load_model": self.load,
                    "save_model": self.save, "make_policy": self.policy, "rollout": self.rollout,
-                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
-                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT, "evaluate_some": self.watch, "Processes": self.processes}
+                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2, "Processes": self.processes,
+                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT, "evaluate_some": self.watch}
         self.real_rollout = bfcl.rollout
         for name, fake in patched.items():
             monkeypatch.setattr(bfcl, name, fake)
@@ -4202,8 +4322,9 @@ class Recording:
         self.note("plan: gpu", s.gpu)
 
     def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits, model):
-        place = {"tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol, "limits": limits,
-                 "reward_token": reward_token, "model": model.value.item(), **policy(model).given}
+        place = {"tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol,
+                 "limits": limits, "reward_token": reward_token, "model": model.value.item(),
+                 **policy(model).given}
         for name, value in place.items():
             self.note(f"watching: {name}", value)
         return {"test_success": 0.5}
@@ -4236,8 +4357,8 @@ class Recording:
     def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
         stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
         envs = list(envs)
-        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol, "env": type(envs[0]),
-                 "reward_tokens": tuple(reward_tokens), "limits": limits,
+        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol,
+                 "env": type(envs[0]), "reward_tokens": tuple(reward_tokens), "limits": limits,
                  **getattr(policy, "given", {})}
         for name, value in place.items():
             self.note(f"{stage}: {name}", value)
@@ -4250,7 +4371,8 @@ class Recording:
         for row, env in enumerate(envs):
             ids = chat_format(tokenizer).prompt(env.reset(), reward_tokens[row]) + [row + 5]
             right = float(stage == "failures" and row % 2)  # every other rollout of the base model is right
-            played.append(Trajectory(ids, [0] * (len(ids) - 1) + [1], reward_tokens[row], (groups or ids)[row], right))
+            mask = [0] * (len(ids) - 1) + [1]
+            played.append(Trajectory(ids, mask, reward_tokens[row], (groups or ids)[row], right))
         return played
 
     def stage1(self, model, optimizer, trajectories, gather=None, **settings):
@@ -4263,21 +4385,24 @@ class Recording:
         return {"loss": 0.0, "skipped": 0, "grad_norm": 1.0, "everywhere": sum(gather([len(trajectories)])),
                 **self.train(model, optimizer, 1)}
 
-    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None, gather=None,
-               mine=None, limits=None, **settings):
+    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None,
+               gather=None, mine=None, limits=None, **settings):
         limits["progress"](3)
-        place = {"learning rate": optimizer.param_groups[0]["lr"],
-                 "optimizer": (type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]), "tasks": tuple(task["id"] for task in tasks),
-                 "protocol": make_env(tasks[0]).protocol, "env": type(make_env(tasks[0])), "reward tokens' seed": generator.initial_seed(),
+        group, frozen = optimizer.param_groups[0], ref_model is None or not ref_model.value.requires_grad
+        place = {"learning rate": group["lr"],
+                 "optimizer": (type(optimizer).__name__, group["weight_decay"]),
+                 "tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol,
+                 "env": type(make_env(tasks[0])), "reward tokens' seed": generator.initial_seed(),
                  "limits": {name: value for name, value in limits.items() if name != "progress"},
                  "model": model.value.item(), "sampled model": policy.model.value.item(),
                  "reference": None if ref_model is None else ref_model.value.item(),
-                 "models apart": ref_model is not model and (ref_model is None or not ref_model.value.requires_grad),
+                 "models apart": ref_model is not model and frozen,
                  "share": tuple(mine(list(range(4)))), **policy.given, **settings}
         for name, value in place.items():
             self.note(f"stage 2: {name}", value)
-        metrics = {name: 0.5 for name in ("reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl",
-                                          "truncated", "rollout_seconds", "update_seconds", "grad_norm")}
+        metrics = {name: 0.5 for name in (
+            "reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl", "truncated",
+            "rollout_seconds", "update_seconds", "grad_norm")}
         everywhere = sum(gather([len(tasks)]))
         return {**metrics, "skipped": 0, "everywhere": everywhere, **self.train(model, optimizer, 10)}, []
 
@@ -4295,7 +4420,8 @@ class Recording:
         record = {place: values for (rank, place), values in self.seen.items() if rank == 0}
         if (self.out / "eval.json").exists():
             report = json.loads((self.out / "eval.json").read_text())
-            record |= {f"report: {name}": report[name] for name in ("arm", "reward_token", "split", "protocol")}
+            names = "arm", "reward_token", "split", "protocol"
+            record |= {f"report: {name}": report[name] for name in names}
             record["report: goals"] = list(report["goals"])
         return {**record, "folder": self.out.name}
 
@@ -4321,7 +4447,8 @@ def everywhere(places, names):
 POLICY = ["temperature", "sampler", "max_new_tokens", "cache_tokens", "seed", "model"]
 SCRIPTS = everywhere(["scripts"], ["tasks", "env", "protocol", "reward_tokens", "limits", "actions"])
 FAILURES = everywhere(["failures"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
-STAGE_1 = everywhere(["stage 1"], ["learning rate", "optimizer", "rows", "model", "tokens_per_pass", "max_grad_norm"])
+STAGE_1 = everywhere(["stage 1"], ["learning rate", "optimizer", "rows", "model", "tokens_per_pass",
+                                   "max_grad_norm"])
 EVALUATION = everywhere(["evaluation"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
 REPORT = everywhere(["report"], ["arm", "reward_token", "split", "protocol", "goals"])
 ORIGINS = {"origin of stage1", "origin of model"}
@@ -4330,29 +4457,31 @@ TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: r
             "watching: tasks", "evaluation: tasks"}
 LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "watching: model",
                 "evaluation: model"}
-STAGE_2 = everywhere(["stage 2"], ["learning rate", "optimizer", "tasks", "env", "protocol",
-                                   "reward tokens' seed", "limits", "model", "sampled model",
-                                   "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
-                                   "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates",
-                                   "tokens_per_pass", "max_grad_norm"])
+STAGE_2 = everywhere(["stage 2"], [
+    "learning rate", "optimizer", "tasks", "env", "protocol", "reward tokens' seed", "limits", "model",
+    "sampled model", "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
+    "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates", "tokens_per_pass",
+    "max_grad_norm"])
+AFTER_DATA = STAGE_1 | STAGE_2 | WATCHING | EVALUATION | REPORT | ORIGINS
 
 # flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
 WIRING = {
     "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
-    "--stage": ("data", {"loaded", "checkpoints"} | STAGE_1 | STAGE_2 | WATCHING | EVALUATION | REPORT | ORIGINS,
+    "--stage": ("data", {"loaded", "checkpoints"} | AFTER_DATA,
                 {"stage 1: rows": None, "loaded": ["{base}"]}),
     "--resume": ("", set(), {}),
-    "--plan": ("", {"plan", "offload", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2 | WATCHING
-               | EVALUATION | REPORT | ORIGINS, {"plan": ["asked for"], "loaded": None}),
-    "--smoke": ("", {"smoke", "plan", "plan: gpu", "loaded", "checkpoints"} | SCRIPTS | FAILURES | STAGE_1 | STAGE_2
-                | WATCHING | EVALUATION | REPORT | ORIGINS, {"smoke": [True], "loaded": None}),
+    "--plan": ("", {"plan", "offload", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
+               {"plan": ["asked for"], "loaded": None}),
+    "--smoke": ("", {"smoke", "plan", "plan: gpu", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
+                {"smoke": [True], "loaded": None}),
     "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
     "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
     "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
                {"report: arm": "sft + rc-grpo", "scripts: reward_tokens": [(None,)] * 4}),
     "--rl": ("grpo", {"report: arm", "stage 2: p", "origin of model"}, {"stage 2: p": [1.0] * 3}),
     "--split": ("paper", TASKS_OF | ORIGINS | {"report: split"}, {"report: split": "paper"}),
-    "--protocol": ("turns", everywhere(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
+    "--protocol": ("turns",
+                   everywhere(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
                    {"stage 2: protocol": ["turns"] * 3}),
     "--limit": ("3", TASKS_OF | SCRIPTS | ORIGINS | {"failures: reward_tokens", "evaluation: reward_tokens"},
                 {"evaluation: reward_tokens": [(HIGH,) * 3, (LOW,) * 3, (None,) * 3]}),
@@ -4363,30 +4492,39 @@ WIRING = {
     "--failures": ("corrupt", {"loaded"} | FAILURES | SCRIPTS, {"failures: tasks": None}),
     "--failure-temperature": ("0.3", {"failures: temperature"}, {"failures: temperature": [0.3]}),
     "--stage1-lr": ("2e-3", {"stage 1: learning rate"}, {"stage 1: learning rate": [2e-3] * 2}),
-    "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
+    "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS,
+                       {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
     "--epochs": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"stage 1: max_grad_norm": [1.0] * 4}),
     "--lr": ("2e-4", {"stage 2: learning rate"}, {"stage 2: learning rate": [2e-4] * 3}),
     "--batch": ("3", {"stage 2: tasks"}, {}),
-    "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2, {"stage 2: G": [3] * 2, "checkpoints": None}),
+    "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2,
+                {"stage 2: G": [3] * 2, "checkpoints": None}),
     "--updates": ("4", {"stage 2: updates"}, {"stage 2: updates": [4] * 3}),
     "--group-size": ("6", {"stage 2: G"}, {"stage 2: G": [6] * 3}),
     "--p-high": ("0.25", {"stage 2: p"}, {"stage 2: p": [0.25] * 3}),
     "--stratified": ("", {"stage 2: stratified"}, {"stage 2: stratified": [True] * 3}),
     "--temperature": ("0.6", {"stage 2: temperature"}, {"stage 2: temperature": [0.6] * 3}),
-    "--beta": ("0", {"stage 2: beta", "stage 2: reference"}, {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
+    "--beta": ("0", {"stage 2: beta", "stage 2: reference"},
+               {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
     "--clip": ("0.3", {"stage 2: clip"}, {"stage 2: clip": [0.3] * 3}),
     "--ratio": ("trajectory", {"stage 2: ratio"}, {"stage 2: ratio": ["trajectory"] * 3}),
-    "--max-grad-norm": ("0.5", everywhere(["stage 1", "stage 2"], "max_grad_norm"), {"stage 2: max_grad_norm": [0.5] * 3}),
-    "--max-tokens": ("9001", everywhere(ROLLOUTS, "limits"), {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
-    "--max-new-tokens": ("33", everywhere(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
-    "--max-turns": ("29", everywhere(ROLLOUTS, "limits"), {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
-    "--tokens-per-pass": ("999", everywhere(["stage 1", "stage 2"], "tokens_per_pass"), {"stage 1: tokens_per_pass": [999] * 2}),
+    "--max-grad-norm": ("0.5", everywhere(["stage 1", "stage 2"], "max_grad_norm"),
+                        {"stage 2: max_grad_norm": [0.5] * 3}),
+    "--max-tokens": ("9001", everywhere(ROLLOUTS, "limits"),
+                     {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
+    "--max-new-tokens": ("33", everywhere(SAMPLERS, "max_new_tokens"),
+                         {"evaluation: max_new_tokens": [33] * 3}),
+    "--max-turns": ("29", everywhere(ROLLOUTS, "limits"),
+                    {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
+    "--tokens-per-pass": ("999", everywhere(["stage 1", "stage 2"], "tokens_per_pass"),
+                          {"stage 1: tokens_per_pass": [999] * 2}),
     "--rollout-tokens": ("777", everywhere(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
     "--sampler": ("continuous", everywhere(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
     "--offload": ("", {"offload"}, {"offload": [True]}),
     "--eval-every": ("2", WATCHING, {"watching: model": [2, 22], "watching: reward_token": [HIGH] * 2}),
     "--gpu": ("a100", {"plan: gpu"}, {"plan: gpu": ["a100"]}),
-    "--checkpoint-every": ("1", {"checkpoints"}, {"checkpoints": [("stage1", 1), ("stage2", 1), ("stage2", 2)]}),
+    "--checkpoint-every": ("1", {"checkpoints"},
+                           {"checkpoints": [("stage1", 1), ("stage2", 1), ("stage2", 2)]}),
 }
 
 
@@ -4410,22 +4548,26 @@ def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_
     assert changed == places
     for place, expected in then.items():
         if place == "loaded" and expected:
-            expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path for path in expected]
+            expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path
+                        for path in expected]
         assert record.get(place) == expected, place
 
 
 def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
-    """The run without further flags: models are numbers, stage 1 adds 1 at each of 2 steps, stage 2 adds 10 at each of 3."""
+    """The run without further flags: stage 1 adds 1 at each of 2 steps, stage 2 adds 10 at each of 3."""
     r = recorded
     assert r["loaded"][2:] == ["stage1", "model"] and r["loaded"][0] == r["loaded"][1]
-    assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7] and r["failures: reward_tokens"] == [(None,) * 4]
+    assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7]
+    assert r["failures: reward_tokens"] == [(None,) * 4]
     (sampled,) = r["failures: tasks"]
-    corrupted = [tasks[0] for tasks, (token,) in zip(r["scripts: tasks"], r["scripts: reward_tokens"]) if token == LOW]
-    assert set(corrupted) == set(sampled[1::2])  # where the base model was right, an expert is corrupted; nowhere else
+    scripts = zip(r["scripts: tasks"], r["scripts: reward_tokens"])
+    corrupted = [tasks[0] for tasks, (token,) in scripts if token == LOW]
+    assert set(corrupted) == set(sampled[1::2])  # an expert is corrupted only where the base model was right
     rows = [row for rows in r["stage 1: rows"] for row in rows]
     assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
     assert r["stage 1: model"] == [0, 1] and r["stage 1: learning rate"] == [1e-2] * 2
-    assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22] and r["stage 2: learning rate"] == [1e-3] * 3
+    assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22]
+    assert r["stage 2: learning rate"] == [1e-3] * 3
     assert {*r["stage 1: optimizer"], *r["stage 2: optimizer"]} == {("AdamW", 0)}
     assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: models apart"] == [True] * 3
     assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
@@ -4440,9 +4582,15 @@ def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
 
 
 ARMS = {  # P(high) in stage 2, and the reward tokens of stage 1
-    ("rctp", "rc-grpo"): (0.5, {HIGH, LOW}), ("rctp", "grpo"): (1.0, {HIGH, LOW}), ("rctp", "none"): ("no stage 2", {HIGH, LOW}),
-    ("sft", "rc-grpo"): (0.5, {None}), ("sft", "grpo"): (None, {None}), ("sft", "none"): ("no stage 2", {None}),
-    ("none", "rc-grpo"): (0.5, set()), ("none", "grpo"): (None, set()), ("none", "none"): ("no stage 2", set()),
+    ("rctp", "rc-grpo"): (0.5, {HIGH, LOW}),
+    ("rctp", "grpo"): (1.0, {HIGH, LOW}),
+    ("rctp", "none"): ("no stage 2", {HIGH, LOW}),
+    ("sft", "rc-grpo"): (0.5, {None}),
+    ("sft", "grpo"): (None, {None}),
+    ("sft", "none"): ("no stage 2", {None}),
+    ("none", "rc-grpo"): (0.5, set()),
+    ("none", "grpo"): (None, set()),
+    ("none", "none"): ("no stage 2", set()),
 }
 
 
@@ -4455,14 +4603,15 @@ def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
     start, end = 0, 30 * (rl != "none")
     if init != "none":
         start = len(record["stage 1: rows"])
-    assert record["evaluation: model"] == [start + end] * 3 and record.get("stage 2: model", [start])[0] == start
+    assert record["evaluation: model"] == [start + end] * 3
+    assert record.get("stage 2: model", [start])[0] == start
     assert record["report: arm"] == f"{init} + {rl}"
     assert record.get("origin of model", [{"init": init, "rl": rl}])[0]["rl"] == rl
     assert record.get("origin of stage1", [{"rl": "none"}])[0]["rl"] == "none"
 
 
 class Beside:
-    """One of two processes that are threads: everything that a process has to say to another goes through here."""
+    """One of two processes that are threads: whatever one has to say to the other goes through here."""
 
     size, cuda, sharded, device = 2, False, True, torch.device("cpu")
     barrier, said = threading.Barrier(2, timeout=60), {}
@@ -4512,7 +4661,7 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
     def both(place):
         return recording.notes(place, 0), recording.notes(place, 1)
 
-    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shares of what one would do
+    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shared out
         for mine, theirs, whole in zip(*both(place), recorded[place], strict=True):
             assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
     for place in ("stage 2: seed", "stage 2: reward tokens' seed", "failures: seed"):
@@ -4521,11 +4670,11 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
         assert {*recording.notes("stage 2: env", rank)} == {bfcl.ParityEnv}
         assert {type for place in ("scripts", "failures", "evaluation")
                 for type in recording.notes(f"{place}: env", rank)} == {bfcl.BFCLEnv}
-        assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is brought up to date
+        assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is kept up to date
         assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
         assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
     lines = read_lines(tmp_path / "x" / "metrics.jsonl")
-    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes, and one of them writes
+    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes; one of them writes
     evaluated = [(line["goal"], line["id"]) for line in read_lines(tmp_path / "x" / "trajectories.jsonl")]
     assert len({*evaluated}) == len(evaluated) == 12
     assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
@@ -4536,10 +4685,11 @@ def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch)
     monkeypatch.setattr(bfcl, "Processes", None)
     bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3", "--gpu", "a100"])
     printed = capsys.readouterr().out
-    assert "3 training, 3 test, split paper" in printed and "have a training task with the same gold calls" in printed
-    assert "stage 1    5 steps: 6 trajectories, 5 epochs" in printed and "400 steps of 256 tasks x G = 5" in printed
-    assert "GiB per GPU" in printed and "the largest part is" in printed and "on 1 a100, modelled, not measured" in printed
-    assert "3% of them loop" in printed
+    for words in ("3 training, 3 test, split paper", "have a training task with the same gold calls",
+                  "stage 1    5 steps: 6 trajectories, 5 epochs", "400 steps of 256 tasks x G = 5",
+                  "GiB per GPU", "the largest part is", "on 1 a100, modelled, not measured",
+                  "3% of them loop"):
+        assert words in printed, words
 
 
 def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
@@ -4547,7 +4697,8 @@ def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
     tokenizer, (train, test) = bfcl.load_tokenizer(base), bfcl.choose_tasks(args.split, args.limit)
     small = AutoConfig.from_pretrained(base)
     need = sum(size for _, size, _ in bfcl.memory(args, small, bfcl.count_parameters(small), 2, gpu=True))
-    with pytest.raises(SystemExit, match="does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"):
+    words = "does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"
+    with pytest.raises(SystemExit, match=words):
         bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=need)
     with pytest.raises(SystemExit, match="No number of processes is enough"):
         bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=1000)
@@ -4566,14 +4717,20 @@ def test_bfcl_the_plan_knows_a_7B_model():
     assert parts["fp32 weights and AdamW's moments"] == 12 * n / 8
     assert parts["the copy that rolls out"] == 2 * n and parts["pi_ref"] == 2 * n / 8
     assert sum(parts.values()) < 55 * 2**30
-    assert sum(size for _, size, _ in bfcl.memory(plan_arguments("--offload"), config, n, 1, gpu=True)) < 60 * 2**30
+    alone = bfcl.memory(plan_arguments("--offload"), config, n, 1, gpu=True)
+    assert sum(size for _, size, _ in alone) < 60 * 2**30
     assert bfcl.bytes_in_cache(config, 2) == 28 * 2 * 4 * 128 * 2
     host, disk = bfcl.host_and_disk(plan_arguments("--offload"), n, 1)
     assert host == 22 * n and disk == 40 * n
-    remedies = {flags: max(bfcl.memory(plan_arguments(*flags.split()), config, n, 8, gpu=True), key=lambda part: part[1])[2]
-                for flags in ("--tokens-per-pass 50000", "--max-tokens 50000", "--rollout-tokens 1000000",
-                              "--tokens-per-pass 1000 --max-tokens 1000")}
-    assert list(remedies.values()) == ["lower --tokens-per-pass", "lower --max-tokens", "lower --rollout-tokens", "a smaller --model"]
+
+    def remedy(flags):
+        parts = bfcl.memory(plan_arguments(*flags.split()), config, n, 8, gpu=True)
+        return max(parts, key=lambda part: part[1])[2]
+
+    assert remedy("--tokens-per-pass 50000") == "lower --tokens-per-pass"
+    assert remedy("--max-tokens 50000") == "lower --max-tokens"
+    assert remedy("--rollout-tokens 1000000") == "lower --rollout-tokens"
+    assert remedy("--tokens-per-pass 1000 --max-tokens 1000") == "a smaller --model"
 
 
 def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
@@ -4614,9 +4771,9 @@ def test_bfcl_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):
         assert bool((w != 0.5).all()) == moves
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # train_bfcl.py 9. Continuous batching draws what `sample` draws
-# ======================================================================================================================
+# ============================================================================================================
 
 
 def random_prompts(*lengths, vocabulary=50, prefix=()):
@@ -4645,8 +4802,8 @@ def close_policies():
 def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     model = tiny_model(8, initializer_range=0.6).to(dtype)
     model.generation_config = GenerationConfig(
-        temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True, eos_token_id=4,
-        suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
+        temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True,
+        eos_token_id=4, suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
     )
     prompt, n = [3, 1, 4], 4000
     draws = continuous(model, {0}, T, 2, seed=0, cache_tokens=2**15)([prompt] * n)
@@ -4656,10 +4813,11 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     first = (logits / T).softmax(-1)
     counts, after_5 = np.bincount([d[0] for d in draws], minlength=8), [d[1] for d in draws if d[0] == 5]
     assert np.abs(counts / n - first.numpy()).max() < 4 * 0.5 / n**0.5
-    assert np.abs(np.bincount(after_5, minlength=8) / len(after_5) - follow.numpy()).max() < 2 / len(after_5) ** 0.5
+    then = np.bincount(after_5, minlength=8) / len(after_5)
+    assert np.abs(then - follow.numpy()).max() < 2 / len(after_5) ** 0.5
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token ends it and is kept
     wrong = [(logits / t).softmax(-1) for t in (0.7, 1.0, 1.3) if t != T]
-    assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # the test can tell temperatures apart
+    assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
 
 
 def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order():
@@ -4674,8 +4832,8 @@ def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_orde
 
 @pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
 def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_tokens, monkeypatch):
-    evictions, evict = [], OffloadingManager.offload_requests
-    monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evictions.append(1) or evict(self))
+    evicted, evict = [], OffloadingManager.offload_requests
+    monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
     model = tiny_model(50, max_position_embeddings=1024)
     (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
     prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
@@ -4684,12 +4842,13 @@ def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_
         said = policy(prompts)
         assert said == sample(model, prompts, 0, 30, {0, 3})
         prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
-    assert bool(evictions) == (cache_tokens < 2**18)
+    assert bool(evicted) == (cache_tokens < 2**18)
 
 
 def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads():
     model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
-    model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
     (prompt,) = random_prompts(4600)
     prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
     policy = continuous(model, (), 1.0, 2, seed=0)  # of what is fed, one token a rollout is not prefilled
@@ -4751,7 +4910,8 @@ def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_lef
     model = tiny_model(400).train()
     model.activation_checkpointing_enable()
     logger = logging.getLogger("ContinuousBatchingLogger")
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own is bound to an older stderr
+    handler = logging.StreamHandler(sys.stderr)  # its own is bound to an older stderr
+    monkeypatch.setattr(logger, "handlers", [handler])
     logger.setLevel(logging.WARNING)
     policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
     assert policy.max_tokens == 512 and policy.temperature == 1.0
@@ -4768,25 +4928,26 @@ def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_lef
     assert capfd.readouterr() == ("", "")
 
 
-# ======================================================================================================================
-# train_bfcl.py 13 and 16. Memory on GPUs, tracked without one: python -c "import test_rcgrpo; test_rcgrpo.print_memory()"
-# ======================================================================================================================
-# The real update on tensors that have shapes and no contents, sharded over processes that are not there, as on CUDA: bf16,
-# activation checkpointing, attention that holds what flash attention holds. Not in it: CUDA's context, NCCL's buffers (1 to
-# 2.5 GiB together), fragmentation.
+# ============================================================================================================
+# train_bfcl.py 13 and 16. Memory on GPUs, tracked without one
+# ============================================================================================================
+# The real update on tensors that have shapes and no contents, sharded over processes that are not there, as
+# on CUDA: bf16, activation checkpointing, attention that holds what flash attention holds. Not in it: CUDA's
+# context, NCCL's buffers (1 to 2.5 GiB together), fragmentation.
+# All 28 layers: python -c "import test_rcgrpo; test_rcgrpo.print_memory()"
 
-QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-               vocab_size=152064, tie_word_embeddings=False)
-QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-                 vocab_size=151936, tie_word_embeddings=True)
-# Groups of five: prompt, continuation, actions in it. A the mean of the real tasks, B a longer one, C half of it actions,
-# E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
+QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+               num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
+QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                 num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+# Groups of five: prompt, continuation, actions in it. A the mean of the real tasks, B a longer one, C half of
+# it actions, E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
           "E": (2344, 14040, 420)}
 
 
 class PeakMemory(TorchDispatchMode):
-    """The bytes of all storages alive, in blocks of 512 as a GPU's allocator has them, and the most there were."""
+    """The bytes of all storages alive, in a GPU allocator's blocks of 512, and the most there were."""
 
     def __init__(self):
         super().__init__()
@@ -4836,7 +4997,8 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v, out := torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32))
+        out, per_query = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, per_query)
         return out
 
     @staticmethod
@@ -4848,13 +5010,13 @@ class FlashAttention(torch.autograd.Function):
 
 @contextmanager
 def fake_gpus(n, config, offload=False):
-    """A model in training, its pi_ref and its rollout copy on one of n GPUs: (memory, bytes in the host's memory, models)."""
+    """A model in training, pi_ref, the rollout copy on one of n GPUs: memory, bytes on the host, models."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     processes = object.__new__(bfcl.Processes)
-    vars(processes).update(rank=0, size=n, cuda=True, sharded=True, device=torch.device("cpu"), offload=offload,
-                           mesh=dist.init_device_mesh("cpu", (n,)))
+    vars(processes).update(rank=0, size=n, cuda=True, sharded=True, device=torch.device("cpu"),
+                           offload=offload, mesh=dist.init_device_mesh("cpu", (n,)))
     move = torch.Tensor.to
 
     def attention(q, k, v, attn_mask=None, **_):
@@ -4862,10 +5024,11 @@ def fake_gpus(n, config, offload=False):
             attn_mask = attn_mask.to(q.dtype)  # what a kernel that takes a mask makes of it
         return FlashAttention.apply(q, k, v)
 
-    def copied(tensor, *args, **kwargs):  # host to device and back: both are the CPU here, and nothing would be moved
+    def copied(tensor, *args, **kwargs):  # to the host and back: both are the CPU, `to` would move nothing
         return tensor.clone() if kwargs.get("non_blocking") else move(tensor, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as memory:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with pytest.MonkeyPatch.context() as patch, fake, PeakMemory() as memory:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         patch.setattr(rcgrpo, "causal_lower_right", lambda *shape: None)
         patch.setattr(rcgrpo.group_attention, "calls", 0, raising=False)
@@ -4881,17 +5044,18 @@ def fake_gpus(n, config, offload=False):
         host = memory.now // 3 * 4 if offload else 0  # weights, moments and, when memory is scarce, gradients
         ref_model, actor = processes.reference(model), processes.whole_copy(model)
         for each in (model, ref_model, actor):
-            rcgrpo._TRIALS[each] = {(trial, "sdpa"): None for trial in ("packed", "padded")}  # numbers cannot be compared
+            rcgrpo._TRIALS[each] = {("packed", "sdpa"): None, ("padded", "sdpa"): None}  # it has no numbers
         yield memory, host, (model, ref_model, optimizer), actor
     dist.destroy_process_group()
 
 
 def tracked_update(shape, tokens_per_pass, memory, host, training, actor, groups=4):
-    """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients, is the last;
-    and the tokens of that pass."""
+    """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients,
+    is the last; and the tokens of that pass."""
     prompt, continuation, actions = shape
     mask = [0] * (prompt + continuation - actions) + [1] * actions
-    rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5) for row in range(5 * groups)]
+    rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5)
+            for row in range(5 * groups)]
     cut = rcgrpo.passes(training[0], rows, tokens_per_pass)[:2]
     memory.peak = 0
     rcgrpo_update(*training, [rows[row] for part in cut for row in part], tokens_per_pass=tokens_per_pass)
@@ -4910,7 +5074,7 @@ def tracked_sampling(rows, length, memory, host, training, actor):
 
 
 def planned(config, n, offload, tokens, row=None):
-    """Bytes that the plan counts for an update with passes of so many tokens, or for sampling rows of this length."""
+    """Bytes in the plan: an update with passes of so many tokens, or sampling rows of this length."""
     sizes, flags = Qwen2Config(**config), ["--sampler", "plain", *["--offload"] * offload]
     s = bfcl.parse_arguments([*flags, "--max-tokens", str(row or tokens), "--tokens-per-pass", str(tokens),
                               "--rollout-tokens", str(tokens)])
@@ -4918,32 +5082,38 @@ def planned(config, n, offload, tokens, row=None):
     return sum(fixed) + (bfcl.rollout_memory(s, sizes, 2, gpu=True) if row else update)
 
 
-PLACES = [("7B", QWEN_7B, 8, False), ("7B", QWEN_7B, 4, False), ("7B", QWEN_7B, 1, True), ("1.5B", QWEN_1_5B, 1, False),
-          ("1.5B", QWEN_1_5B, 1, True)]
+PLACES = [("7B", QWEN_7B, 8, False), ("7B", QWEN_7B, 4, False), ("7B", QWEN_7B, 1, True),
+          ("1.5B", QWEN_1_5B, 1, False), ("1.5B", QWEN_1_5B, 1, True)]
 
 
 def print_memory(layers=28):
     torch.set_num_threads(1)
+
+    def print_line(what, peak, plan):
+        print(f"{what}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
+
     for name, config, n, offload in PLACES:
         config, name = {**config, "num_hidden_layers": layers}, f"{name} on {n}{' with --offload' * offload}"
         with fake_gpus(n, config, offload) as tracked:
             for shape in SHAPES:
                 peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
                 plan = planned(config, n, offload, tokens)
-                print(f"{name}, update, {shape}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
+                print_line(f"{name}, update, {shape}", peak, plan)
             for rows, length in ((39, 2300), (22, 4700), (8, 15360)):
                 peak, tokens = tracked_sampling(rows, length, *tracked)
                 plan = planned(config, n, offload, tokens, length)
-                print(f"{name}, sampling, {rows} x {length}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
+                print_line(f"{name}, sampling, {rows} x {length}", peak, plan)
 
 
 def test_bfcl_the_peak_follows_tokens_per_pass():
-    config = dict(QWEN_1_5B, hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1, vocab_size=500)
+    config = dict(QWEN_1_5B, hidden_size=64, intermediate_size=256, num_attention_heads=4,
+                  num_hidden_layers=1, vocab_size=500)
     with fake_gpus(2, config) as tracked:
         before = tracked[0].now
 
         def peak(prompt, continuation, tokens_per_pass):
-            return tracked_update((prompt, continuation, continuation), tokens_per_pass, *tracked, groups=2)[0] - before
+            shape = prompt, continuation, continuation
+            return tracked_update(shape, tokens_per_pass, *tracked, groups=2)[0] - before
 
         once = peak(500, 500, 3000)
         assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
@@ -4981,7 +5151,8 @@ def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
         everyone = []
         for rank in range(8):
             mine = [t for group in dealt[rank::8] for t in group]
-            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in rcgrpo.passes(model, mine, 24576)])
+            passes = rcgrpo.passes(model, mine, 24576)
+            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in passes])
         return everyone
 
     def waiting(everyone):  # all wait for the longest first pass, then for the longest second one, ...
@@ -4989,26 +5160,30 @@ def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
         return slowest / (sum(map(sum, everyone)) / len(everyone))
 
     assert waiting(loads(longest_first)) < 1.2
-    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]] for rank in range(8)]
+    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]]
+                        for rank in range(8)]
     assert waiting(one_group_a_pass) > 1.6  # what it was
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # train_bfcl.py 8. Two processes, and the whole script
-# ======================================================================================================================
+# ============================================================================================================
+# ============================================================================================================
 
 def launch(n, function, *arguments, timeout=60):
-    """Run function(*arguments) in n processes, as torchrun would; their exit codes (None: it had to be killed)."""
+    """Run function(*arguments) in n processes, like torchrun; their exit codes (None: had to be killed)."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost",
+                       "MASTER_PORT": str(free.getsockname()[1])}
     server = multiprocessing.get_context("forkserver")  # it imports this file once, not once for each process
     server.set_forkserver_preload([__name__])
-    ranks = [server.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments)) for rank in range(n)]
+    ranks = [server.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments))
+             for rank in range(n)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
         time.sleep(0.02)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
@@ -5040,14 +5215,15 @@ def train_a_little(out, kind, tied, checkpointing, offload=False):
     model, ref = processes.shard(model), processes.reference(tiny_model(50, seed=1, tie_word_embeddings=tied))
     optimizer, seen = torch.optim.SGD(model.parameters(), 0.3), []
     settings = {"max_grad_norm": math.inf, "gather": processes.gather}
+    mine = dealt(batch, processes)
     for _ in range(2):
         if kind != "silent":
-            seen.append(rctp_step(model, optimizer, dealt(batch, processes), 16, **settings))
-        seen.append(rcgrpo_update(model, ref, optimizer, dealt(batch, processes), tokens_per_pass=30, **settings))
-        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # nothing gathered is left
+            seen.append(rctp_step(model, optimizer, mine, 16, **settings))
+        seen.append(rcgrpo_update(model, ref, optimizer, mine, tokens_per_pass=30, **settings))
+        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # none gathered
     whole = processes.whole_copy(model)
-    draws = sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample"))
-    draws = processes.gather([draws])
+    generator = bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample")
+    draws = processes.gather([sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, generator)])
     if processes.sharded:
         with pytest.raises(RuntimeError, match="before fully_shard"):
             add_reward_tokens(byte_level_tokenizer(), model)
@@ -5056,8 +5232,9 @@ def train_a_little(out, kind, tied, checkpointing, offload=False):
     processes.leave()
 
 
-@pytest.mark.parametrize("kind, tied, checkpointing", [("usual", True, True), ("usual", False, False), ("silent", False, True)])
-def test_bfcl_sharded_processes_make_the_update_of_one_and_sample_differently(tmp_path, kind, tied, checkpointing):
+@pytest.mark.parametrize("kind, tied, checkpointing", [
+    ("usual", True, True), ("usual", False, False), ("silent", False, True)])
+def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path, kind, tied, checkpointing):
     train_a_little(tmp_path / "plain", kind, tied, checkpointing)
     assert launch(1, train_a_little, tmp_path / "offloaded", kind, tied, checkpointing, True) == [0]
     assert launch(2, train_a_little, tmp_path / "two", kind, tied, checkpointing) == [0, 0]
@@ -5074,9 +5251,10 @@ def test_bfcl_sharded_processes_make_the_update_of_one_and_sample_differently(tm
 
 
 def test_bfcl_copies_have_the_buffers_too():
-    config = AutoConfig.for_model("glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                  num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1,
-                                  topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
     biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
     assert biases
@@ -5097,7 +5275,7 @@ def a_run(folder, processes):
 
 
 def train_save_resume(folder, start, steps, out, offload=False):
-    """Steps of both stages from `start` (a checkpoint, if not 0) on; a checkpoint after each; out: the weights."""
+    """Steps of both stages from `start` (a checkpoint, or 0), a checkpoint after each; out: the weights."""
     processes = bfcl.Processes(offload)
     run, model = a_run(folder, processes), processes.shard(tiny_model(50, tie_word_embeddings=True))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4, weight_decay=0)
@@ -5117,7 +5295,8 @@ def train_save_resume(folder, start, steps, out, offload=False):
 
 def test_bfcl_checkpoints_resume_bit_for_bit_and_on_another_number_of_processes(tmp_path):
     for n in (1, 2):
-        whole, killed, moved, offloaded = (tmp_path / f"{n} {name}" for name in ("whole", "killed", "moved", "offloaded"))
+        whole, killed, moved, offloaded = (
+            tmp_path / f"{n} {name}" for name in ("whole", "killed", "moved", "offloaded"))
         assert launch(n, train_save_resume, whole, 0, 4, whole / "out") == [0] * n
         assert launch(n, train_save_resume, killed, 0, 2, None) == [0] * n
         assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["stage2-000003", "stage2-000004"]
@@ -5132,7 +5311,8 @@ def test_bfcl_checkpoints_resume_bit_for_bit_and_on_another_number_of_processes(
             assert launch(1, train_save_resume, offloaded, 2, 2, offloaded / "out", True) == [0]
             others.append(offloaded)
         for other in others:
-            assert max((ended[name] - tensor).abs().max() for name, tensor in torch.load(other / "out").items()) < 1e-6
+            resumed = torch.load(other / "out")
+            assert max((ended[name] - tensor).abs().max() for name, tensor in resumed.items()) < 1e-6
         begun = tiny_model(50, tie_word_embeddings=True).state_dict()
         assert max((ended[name] - tensor).abs().max() for name, tensor in begun.items()) > 1e-3
 
@@ -5167,9 +5347,11 @@ def test_bfcl_a_full_disk_while_saving_costs_nothing_that_was_saved(tmp_path, mo
 
 def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_alone(tmp_path):
     assert launch(2, save_tied, tmp_path / "model") == [0, 0]
-    names = [name for file in (tmp_path / "model").glob("*.safetensors") for name in safe_open(file, "pt").keys()]
+    files = (tmp_path / "model").glob("*.safetensors")
+    names = [name for file in files for name in safe_open(file, "pt").keys()]
     assert names and "lm_head.weight" not in names
-    loaded, model = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_model(50, tie_word_embeddings=True)
+    model = tiny_model(50, tie_word_embeddings=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
@@ -5190,7 +5372,8 @@ def failing_run(place, folder):
 
     def pipeline(args, processes):
         model = processes.shard(tiny_model(400))
-        ref, tokenizer, optimizer = processes.reference(model), byte_level_tokenizer(), torch.optim.AdamW(model.parameters())
+        ref, tokenizer = processes.reference(model), byte_level_tokenizer()
+        optimizer = torch.optim.AdamW(model.parameters())
         if processes.rank == 1:
             if place == "update":
                 rcgrpo.clipped_policy_loss = fails
@@ -5199,9 +5382,12 @@ def failing_run(place, folder):
             if place == "save":
                 bfcl.training_state = fails
         end = chat_format(tokenizer).end_of_turn
-        policy = lambda prompts: [[7 + row, end] for row in range(len(prompts))]
-        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(), policy, tokenizer, G=2, p=None, gather=processes.gather,
-                    mine=processes.mine)
+
+        def policy(prompts):
+            return [[7 + row, end] for row in range(len(prompts))]
+
+        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(), policy, tokenizer, G=2, p=None,
+                    gather=processes.gather, mine=processes.mine)
         a_run(folder, processes).save("stage2", 1, model, optimizer)
 
     bfcl.pipeline = pipeline
@@ -5238,8 +5424,8 @@ processes.gather([2])
 def torchrun(tmp_path, n, script, *argv, timeout=150):
     (tmp_path / "script.py").write_text(script)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True, timeout=timeout,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True,
+                          timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def small_main(stage, step, *flags):
@@ -5272,7 +5458,8 @@ def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_no
     for name in ("stage1", "model"):
         one, other = weights(whole_run / name), weights(out / name)
         assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
-    for one, other in zip(read_lines(whole_run / "metrics.jsonl"), read_lines(out / "metrics.jsonl"), strict=True):
+    metrics = [read_lines(folder / "metrics.jsonl") for folder in (whole_run, out)]
+    for one, other in zip(*metrics, strict=True):
         assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
@@ -5289,15 +5476,17 @@ def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):
         assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 2)
         assert set(report["goals"]) == {"low"} and report["protocol"] == "turns"
         assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/2[)]", printed)
-        steps = [line for line in read_lines(folder / "metrics.jsonl") if line["stage"] == "stage2"] if rl != "none" else []
-        assert len(steps) == 2 * (rl != "none") and any(step["grad_norm"] > 0 for step in steps) == (rl != "none")
+        metrics, trained = folder / "metrics.jsonl", rl != "none"
+        steps = [line for line in read_lines(metrics) if line["stage"] == "stage2"] if trained else []
+        assert len(steps) == 2 * trained and any(step["grad_norm"] > 0 for step in steps) == trained
         assert {step["reward_low"] is not None for step in steps} <= {rl == "rc-grpo", False}
     assert weights(tmp_path / "smoke" / "rctp+rc-grpo" / "model")  # loads with transformers alone
 
 
 def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: ran.append((s.init, s.rl, s.model, s.lr, train_env)))
+    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: ran.append(
+        (s.init, s.rl, s.model, s.lr, train_env)))
     flags = ["--smoke", "--init", "sft", "--rl", "grpo", "--model", "mine", "--lr", "0.25", "--out", tmp_path]
     bfcl.main(flags)
     assert ran == [("sft", "grpo", "mine", 0.25, bfcl.ParityEnv)]
@@ -5313,8 +5502,9 @@ def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path,
 def some_flags(rng):
     """A command line that may be nonsense."""
     flags = [flag for block in bfcl.SETTINGS.values() for flag, *_ in block] + ["--stage-1", "-h2", "--"]
-    values = ["0", "-1", "1", "2", "0.5", "1e-7", "1e9", "nan", "-inf", "1e999", "inf", "", " ", "high", "none", "rctp", "x" * 50,
-              "\x00", "١٢", "0x10", "1_000", "--lr", "9" * 5000, "true", "[]", "None"]
+    values = ["0", "-1", "1", "2", "0.5", "1e-7", "1e9", "nan", "-inf", "1e999", "inf", "", " ", "high",
+              "none", "rctp", "x" * 50, "\x00", "١٢", "0x10", "1_000", "--lr", "9" * 5000, "true", "[]",
+              "None"]
     line = []
     for _ in range(rng.randint(1, 4)):
         line += [rng.choice(flags), *[rng.choice(values)] * rng.randint(0, 2)]
@@ -5322,7 +5512,7 @@ def some_flags(rng):
 
 
 def broken(content, rng):
-    """The bytes of a file after an accident; digits stay what they are, as no file can tell that one was another."""
+    """The bytes of a file after an accident; digits stay, as no file can tell that one was another."""
     place, size = rng.randrange(len(content) + 1), rng.choice([1, 1, 3, 40, 2000])
     accident = rng.choice(["cut", "hole", "noise", "twice", "swap", "other"])
     if accident == "cut":
@@ -5330,12 +5520,14 @@ def broken(content, rng):
     if accident == "hole":
         return content[:place] + content[place + size:]
     if accident == "noise":
-        return content[:place] + rng.choice([b"\x00", b"\xff\xfe", b"}", b"[" * 3000, b"\n", b'"', b", "]) + content[place:]
+        noise = rng.choice([b"\x00", b"\xff\xfe", b"}", b"[" * 3000, b"\n", b'"', b", "])
+        return content[:place] + noise + content[place:]
     if accident == "twice":
         return content + content[place:]
     if accident == "swap":
         return content[place:] + content[:place]
-    return rng.choice([b"", b"{}", b"[]", b"null", b"1", b'""', b"\n", b'{"a": NaN}', b"[" * 100000, b'{"stage": "stage1", "step": 1e999}\n'])
+    return rng.choice([b"", b"{}", b"[]", b"null", b"1", b'""', b"\n", b'{"a": NaN}', b"[" * 100000,
+                       b'{"stage": "stage1", "step": 1e999}\n'])
 
 
 def outcome(call, *arguments):
@@ -5343,7 +5535,8 @@ def outcome(call, *arguments):
     try:
         return call(*arguments)
     except SystemExit as refusal:
-        assert refusal.code == 2 or isinstance(refusal.code, str) and "\n" not in refusal.code.strip(), refusal.code
+        one_line = isinstance(refusal.code, str) and "\n" not in refusal.code.strip()
+        assert refusal.code == 2 or one_line, refusal.code
         return refusal
 
 
@@ -5370,7 +5563,8 @@ def test_bfcl_fuzz_no_command_line_gets_past_the_parser_with_a_number_out_of_ran
             if type(value) in (int, float):
                 assert 0 <= value <= 1e9 and math.isfinite(value), (line, name)
         assert settings.group_size >= 2 or settings.rl == "none"
-        assert 0.01 <= min(settings.temperature, settings.failure_temperature) and settings.p_high <= 1 >= settings.lr > 0
+        assert 0.01 <= min(settings.temperature, settings.failure_temperature)
+        assert settings.p_high <= 1 and 0 < settings.lr <= 1
 
 
 def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base):
@@ -5392,7 +5586,8 @@ def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base
         return bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
 
     data = bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
-    whole = {name: (copied / name).read_bytes() for name in ("config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl")}
+    names = "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl"
+    whole = {name: (copied / name).read_bytes() for name in names}
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
     for rng in until_tired(os.environ.get("FUZZ_SEED", "run")):
         for name, content in whole.items():
@@ -5411,7 +5606,8 @@ def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base
 
 def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path):
     folder = shutil.copytree(whole_run / "stage1", tmp_path / "stage1")
-    settings = bfcl.parse_arguments(["--model", str(base), "--stage1", str(folder), "--out", str(tmp_path / "x"), *TINY])
+    settings = bfcl.parse_arguments(
+        ["--model", str(base), "--stage1", str(folder), "--out", str(tmp_path / "x"), *TINY])
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
     accepted = 0
     for rng in until_tired(os.environ.get("FUZZ_SEED", "model")):
@@ -5424,6 +5620,8 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
             model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
             accepted += not isinstance(model, SystemExit)
     assert accepted  # of a licence, of blanks, of what has a default
+
+
 # ============================================================================================================
 # README.md: every command has flags that exist, every piece of code runs
 # ============================================================================================================
@@ -5445,7 +5643,7 @@ def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
 
 @pytest.fixture(scope="session")
 def readme_code():
-    """The README's three pieces of Python: the example, an adapter for tool classes, LoRA's reference model."""
+    """The README's pieces of Python: the example, an adapter for tool classes, LoRA's reference model."""
     return re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
 
 
@@ -5457,9 +5655,10 @@ def test_bfcl_the_readmes_example_runs(readme_code, base, tmp_path, monkeypatch,
     exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
     assert len(capsys.readouterr().out.strip().split("\n")) == 30  # stage 1, a line a step
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 10 and [("held_out" in line) for line in lines] == [False] * 4 + [True] + [False] * 4 + [True]
+    assert [("held_out" in line) for line in lines] == ([False] * 4 + [True]) * 2
     assert all(math.isfinite(line["loss"]) and line["kl"] >= 0 for line in lines)
-    trained, tokenizer = (kind.from_pretrained(tmp_path / "adder") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "adder")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adder")
     assert trained.config.reward_token_ids == tokenizer.convert_tokens_to_ids([HIGH, LOW])
 
 
@@ -5488,11 +5687,12 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
     system, user = env.reset()
     assert "add(number: int) -> str: Add a number to the total." in system["content"]
     assert "_secret" not in system["content"] and user["content"] == "Count to five."
-    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret", "arguments": {}}', '{"name": "ad',
-             '{"name": "add", "arguments": {"n": 2}}', '{"name": "add", "arguments": {"number": 3}}', "five"]
-    (played,) = rollout([env], [HIGH], scripted_policy(calls, marked_tokenizer()), marked_tokenizer())
+    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret", "arguments": {}}',
+             '{"name": "ad', '{"name": "add", "arguments": {"n": 2}}',
+             '{"name": "add", "arguments": {"number": 3}}', "five"]
+    (played,) = rollout([env], [HIGH], scripted_policy(calls, ready_tokenizer()), ready_tokenizer())
     assert played.reward == 1 and env.tools.total == 5
-    text = marked_tokenizer().decode(played.ids)
+    text = ready_tokenizer().decode(played.ids)
     assert "total 2" in text and "total 5" in text and text.count("error: ") == 3
 
 
@@ -5518,4 +5718,5 @@ def test_the_readmes_lines_on_lora(readme_code):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(os.cpu_count())
     benchmark()
