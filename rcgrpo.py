@@ -211,6 +211,8 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     closed.
     """
     with ExitStack() as closing:
+        if hasattr(policy, "close"):  # what it has read takes memory that the update needs
+            closing.callback(policy.close)
         limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
         envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, limits, closing)
         chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
@@ -302,7 +304,7 @@ def group_advantages(rewards, groups, eps=1e-6):
 #   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
 #         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass after sampling pi_theta = pi_old: rho = 1,
+# All three policies are asked under the same r_j. On the first pass pi_theta still is pi_old: rho = 1,
 # nothing clips (with one update a batch, as in the paper, nothing ever does), and L is about 0, as advantages
 # sum to 0 in a group (long rollouts weigh more, per token). Its gradient, -mean[A grad log pi], is not 0.
 
@@ -771,27 +773,32 @@ def check_rows(model, rows):
 def passes(model, trajectories, tokens_per_pass, gather=list):
     """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
 
-    Long groups come first. One that does not fit is split; a longer single row is a pass of its own. All
-    processes make the same number of passes, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own.
+    The longest are placed first, each where there is room: passes are few and about equally long. All
+    processes make the same number of them, the last ones empty where there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
     packed = packs(model, max(gather([longest(trajectories)])))  # the same answer on every process
-    groups = []
+    pieces = []  # [tokens, rows]: groups, or as much of one as fits into a pass
     for rows in rows_by_group([t.group for t in trajectories]).values():
         prefix = shared_prefix([trajectories[row] for row in rows])
-        groups.append((prefix + sum(len(trajectories[row].ids) - prefix for row in rows), prefix, rows))
-    cut, used = [], math.inf
-    for whole, prefix, rows in sorted(groups, key=lambda group: -group[0]):
-        begun = False  # whether this pass holds the group's prefix already
         for row in rows:
-            tokens = len(trajectories[row].ids) - prefix * begun
-            needed = whole if not begun and whole <= tokens_per_pass else tokens  # what fits is kept together
-            if used + needed > tokens_per_pass or not packed:
-                cut.append([])
-                used, tokens = 0, len(trajectories[row].ids)
-            cut[-1].append(row)
-            used, begun = used + tokens, True
+            tokens = len(trajectories[row].ids)
+            if packed and row != rows[0] and pieces[-1][0] + tokens - prefix <= tokens_per_pass:
+                pieces[-1][0] += tokens - prefix
+                pieces[-1][1].append(row)
+            else:
+                pieces.append([tokens, [row]])
+    filled = []  # [tokens, rows]: passes
+    for tokens, rows in sorted(pieces, key=lambda piece: -piece[0]):
+        roomy = [one for one in filled if packed and one[0] + tokens <= tokens_per_pass]
+        if roomy:
+            roomy[0][0] += tokens
+            roomy[0][1] += rows
+        else:
+            filled.append([tokens, rows])
+    cut = [rows for _, rows in sorted(filled, key=lambda one: -one[0])]
     return cut + [[]] * (max(gather([len(cut)])) - len(cut))
 
 
@@ -965,13 +972,20 @@ class ModelPolicy:
         self.model.eval()  # no dropout; gradient checkpointing would also switch the cache off
         parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
         sampled = {}
-        for rows in parts:
-            if len(parts) > 1:
-                self._begin(0)
-            sample_part = self._sample_alone if alone else self._sample_together
-            sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
-        self.model.train(training)
+        try:
+            for rows in parts:
+                sample_part = self._sample_alone if alone else self._sample_together
+                sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
+        except BaseException:
+            self._begin(0)  # what was being read is half there
+            raise
+        finally:
+            self.model.train(training)
         return [sampled[row] for row in range(len(prompts))]
+
+    def close(self):
+        """Forget what was read, and free its memory. The next call reads anew."""
+        self._begin(0)
 
     def _parts(self, prompts):
         """Rows that are sampled together: all, if their keys and values fit."""
@@ -1098,8 +1112,9 @@ def pick_slots(states, order):
 
 
 def weights_version(model):
-    """Changes when any weight does."""
-    return [(p.data_ptr(), p._version) for p in model.parameters()]
+    """Changes when any weight does; what is written through .data shows in the sum alone."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded, ours
+    return [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
 
 
 def pads(model):
@@ -1143,8 +1158,8 @@ def chat_format(tokenizer, **template):
     template: keywords of the chat template, e.g. enable_thinking=False. What this returns can stand wherever
     this file takes a tokenizer. ValueError, in one line, for templates that cannot be built upon.
     """
-    if isinstance(tokenizer, ChatFormat):
-        return tokenizer
+    if isinstance(tokenizer, ChatFormat):  # its tokenizer may have changed since
+        tokenizer, template = tokenizer.tokenizer, {**tokenizer.template, **template}
     state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
     return _chat_format(tokenizer, f"{len(tokenizer)} {state}", json.dumps(template, sort_keys=True))
 
@@ -1174,7 +1189,8 @@ class ChatFormat:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items()}
+        added = {content: found for content, found in added.items() if content.strip(" \t\n\r▁")}
         self.control = {content: i for content, (i, _) in added.items()}
         self.strips = {content: (t.lstrip, t.rstrip) for content, (_, t) in added.items()}
         self.frame_pattern = any_of(self.control)
@@ -1184,11 +1200,14 @@ class ChatFormat:
         self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
                           "assistant": any_of([*special, *stand_ins])}
         self.plain = without_control_tokens(tokenizer, self.control)
-        self._read_frame()
-        if problem := self._problem():
-            self.tools_as_user = True
-            if self._problem():
+        self.roles = {"user", "assistant", "tool"}  # that are known to reach the ids
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the words of our examples may be unknown to a small vocabulary
+            problem = self._problem()
+            self.tools_as_user = bool(problem)
+            if problem and self._problem():
                 raise ValueError(f"this chat template cannot be used: {problem}")
+        if problem:
             warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
 
     def prompt(self, messages, reward_token=None):
@@ -1207,8 +1226,8 @@ class ChatFormat:
 
     def action(self, text):
         """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        return [*self._encode(self.close_thought), *ids, self.end_of_turn]
+        said = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)[0]
+        return [*self._encode(self.close_thought), *self._known(said, text), self.end_of_turn]
 
     def text(self, action_ids):
         """What an env is given to read: the sampled text, with its header's <think>, without end token."""
@@ -1222,20 +1241,20 @@ class ChatFormat:
         """Find the assistant's header and end tokens in dummy chats."""
         opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
         header = self._render(opening, generate=True)
-        if header == self._render(opening, generate=False):
-            raise ValueError("this chat template cannot be used: it has no generation prompt")
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
+        if header == self._render(opening, generate=False) != before:
+            raise ValueError("it has no generation prompt")
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        ends = [self.frame_pattern.match(end) for end in (ended, ended_last)]
-        if not ends[0]:
-            raise ValueError("this chat template cannot be used: an assistant turn must be closed by an "
-                             f"added token, not by {ended[:20]!r}")
-        self.end_of_turn = self.control[ends[0][0]]
-        self.stop_ids = {self.control[end[0]] for end in ends if end} | {self.tokenizer.eos_token_id} - {None}
+        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
+        added = set(self.control.values())
+        if not added & set(end):
+            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
+        (self.end_of_turn,) = end
+        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
         self.close_thought = ""
-        if header.rstrip().endswith("<think>") and not before.startswith(header):
-            native = before_last.startswith(header)
-            self.close_thought = before_last[len(header) :] if native else "\n</think>\n\n"
+        if header.rstrip().endswith("<think>"):
+            native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
+            self.close_thought = native or "</think>\n\n"
 
     def _problem(self):
         """What is wrong with a conversation of all kinds of messages, appended and as a whole; or None."""
@@ -1244,22 +1263,21 @@ class ChatFormat:
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
         first, results, more = messages[:1], messages[2:4], messages[5:]
         try:
+            self._read_frame()
             whole, opening = self._render(messages, generate=True), self._render(first, generate=True)
             appended = opening + self.close_thought + "beta" + self._after_answer(results)
             appended += self.close_thought + "epsilon" + self._after_answer(more)
         except ValueError as error:
             return str(error)
         if lost := [role for role, text in zip(roles, texts) if text not in whole]:
-            return f"it drops messages of role {', '.join(lost)}"
+            return f"it drops messages of role {lost[0]}"
         if without_thoughts(appended) != without_thoughts(whole):
             return f"it renders a conversation otherwise than its parts: {first_difference(appended, whole)}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the words of this example may be unknown to a small vocabulary
-            ids = self.prompt(first) + self.action("beta") + self.suffix(results)
-            pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
-            if HIGH in self.control:
-                conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
-                pairs.append((self.prompt(first, HIGH), conditioned))
+        ids = self.prompt(first) + self.action("beta") + self.suffix(results)
+        pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
+        if HIGH in self.control:
+            conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
+            pairs.append((self.prompt(first, HIGH), conditioned))
         for ours, text in pairs:
             if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
                 return "it is encoded differently as a whole and in parts; its frame must be of added tokens"
@@ -1280,6 +1298,11 @@ class ChatFormat:
     def _hide_control_tokens(self, messages):
         """Replace what must not become a control token by a stand-in that survives any template."""
         out, hidden = [], []
+        for role in {message["role"] for message in messages} - self.roles:
+            example = [{"role": role, "content": "alpha"}, *self.DUMMY[:1]]
+            if "alpha" not in self._render(example, generate=True):
+                raise ValueError(f"this chat template drops messages of role {role}")
+            self.roles.add(role)
 
         def hide(match):
             hidden.append(match[0])
@@ -1305,11 +1328,15 @@ class ChatFormat:
 
     def _ordinary(self, text, hidden):
         text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
-        ids = self.plain.encode(text, add_special_tokens=False).ids if text else []
-        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
-            warnings.warn(f"the vocabulary lacks some of {text!r}: it became {self.tokenizer.unk_token}",
-                          stacklevel=2)
-        return ids
+        return self._known(self.plain.encode(text, add_special_tokens=False), text) if text else []
+
+    def _known(self, encoding, text):
+        """Its ids. A warning names the words that the vocabulary lacks."""
+        unknown = [text[slice(*span)] for token, span in zip(encoding.ids, encoding.offsets)
+                   if token == self.tokenizer.unk_token_id]
+        if unknown:
+            warnings.warn(f"the vocabulary lacks {unknown}: read as {self.tokenizer.unk_token}", stacklevel=2)
+        return encoding.ids
 
 
 def any_of(texts):
@@ -1340,21 +1367,23 @@ def first_difference(a, b):
 
 
 def without_control_tokens(tokenizer, control):
-    """The same tokenizer without control tokens: whatever it encodes is ordinary text."""
+    """The same tokenizer, control tokens renamed so that nobody can spell them: all text is ordinary."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control]
     spec.update(post_processor=None, truncation=None, padding=None)
-    model = spec["model"]
-    if isinstance(model["vocab"], list):  # Unigram, [piece, score] by id: a name that nothing spells
-        for i, (piece, score) in enumerate(model["vocab"]):
-            if piece in control and i != model.get("unk_id"):
-                model["vocab"][i] = [f"\ue002{i}", score]
-    else:
-        if "merges" in model:  # a word that was added may also be a merge, and part of others
-            pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-            model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & control.keys()]
-        for content in control.keys() - {model.get("unk_token")}:
-            model["vocab"].pop(content, None)
+    model, unknown = spec["model"], spec["model"].get("unk_token")
+    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay
+    added = [token for token in spec["added_tokens"] if token["content"] != unknown]
+    for token in added:
+        token["content"] = names.get(token["content"], token["content"])
+    spec["added_tokens"] = added
+    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        return Tokenizer.from_str(json.dumps(spec))
+    known = names.keys() & model["vocab"].keys()
+    model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if known and "merges" in model:  # a word that was added may also be a merge, and part of others
+        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
     return Tokenizer.from_str(json.dumps(spec))
 
 
@@ -1426,7 +1455,7 @@ def add_reward_tokens(tokenizer, model=None):
     """Teach tokenizer and model (if given) the two reward tokens. Idempotent: a second call changes nothing.
 
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
-    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 has none). Call it before sharding the model.
+    when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 none). Call it before sharding the model.
     """
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)

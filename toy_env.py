@@ -1,76 +1,133 @@
-"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in about 90 seconds on a laptop.
+"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in 90 seconds on a laptop.
 
-    python toy_env.py                  one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
-    python toy_env.py --seeds 3        three seeds, mean and spread
-    python toy_env.py --help           what there is to play with
+    python toy_env.py                        one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
+    python toy_env.py --seeds 20 --jobs 2    twenty seeds; with --resume, go on where that was stopped
+    python toy_env.py --model DIR_OR_NAME    the same house with a pretrained chat model
+    python toy_env.py --help                 what there is to play with
 
-The agent works in a house. It is asked for one or two steps ("step 1 bring cup attic step 2 open cellar"), says one
-tool call a turn and reads the answer: `find cup` -> `kitchen small`, `carry cup kitchen attic` -> `ok`, ..., `done`.
-Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be looked up.
+The agent works in a house. It is asked for one or two steps ("step 1 bring cup attic step 2 open cellar"),
+says one tool call a turn and reads the answer: `find cup` -> `kitchen small`, `carry cup kitchen attic` ->
+`ok`, ..., `done`. Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be
+looked up.
 
-In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the test one is
-large in half of the cases. So the fine-tuned agent is confidently right on one half and confidently wrong on the other:
-groups of all ones and groups of all zeros, sigma_g = 0, nothing to learn from. RCTP also sees failures, one kind of which
-takes the cart for everything: wrong there, right for what is large. Everything is trained by rcgrpo.py.
+In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the
+test one is large in half of the cases. So the fine-tuned agent is confidently right on one half and as
+confidently wrong on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP
+also sees failures, one kind of which takes the cart for everything: wrong there, right for what is large.
+Everything is trained by rcgrpo.py.
 """
 
 import argparse
 import copy
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import sys
 import time
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rcgrpo import (
-    HIGH, LOW, add_reward_tokens, chat_format, rcgrpo_step, rctp_step, rollout, sample, scripted_policy,
+    HIGH,
+    LOW,
+    add_reward_tokens,
+    chat_format,
+    collect_groups,
+    group_advantages,
+    model_policy,
+    rcgrpo_step,
+    rctp_step,
+    rollout,
+    scripted_policy,
 )
 
-# ======================================================================================================================
-# The house: tasks, the env, the expert and the blunderer
-# ======================================================================================================================
+SETTINGS = {  # name: (default for the tiny transformer, for a pretrained model, lowest, highest, meaning)
+    "demonstrations": (600, 200, 1, 10**6, "tasks that stage 1 sees solved (and, in RCTP, failed)"),
+    "stage1-steps": (400, 60, 1, 10**6, "steps of SFT and of RCTP"),
+    "stage1-lr": (3e-3, 1e-4, 0.0, 1.0, "learning rate of SFT and of RCTP"),
+    "batch": (32, 8, 1, 10**6, "trajectories per step of SFT and of RCTP"),
+    "steps": (80, 40, 1, 10**6, "steps of reinforcement learning"),
+    "lr": (5e-4, 1e-5, 0.0, 1.0, "learning rate of reinforcement learning"),
+    "tasks-per-step": (8, 4, 1, 10**6, "tasks per step of reinforcement learning"),
+    "group-size": (8, 8, 2, 10**6, "G, rollouts per task"),
+    "p-high": (0.5, 0.5, 0.0, 1.0, "p, probability of the high reward token in RC-GRPO"),
+    "beta": (0.02, 0.02, 0.0, 1000.0, "weight of the KL to the stage-1 model"),
+    "test-tasks": (200, 40, 2, 10**6, "held-out tasks"),
+    "max-new-tokens": (8, 24, 1, 10**6, "tokens per call, at most"),
+    "tokens-per-pass": (24576, 4096, 1, 10**9, "tokens per pass, at most: bounds the memory"),
+}
+ARMS = {  # arm: the reward token that its reinforcement learning used, and that it is evaluated under
+    "sft+grpo": None, "sft+rc-grpo": HIGH, "rctp+grpo": HIGH, "rctp+rc-grpo": HIGH,
+}
+NAME = {HIGH: "high", LOW: "low", None: "none"}
+MAX_TURNS, EVALUATE_EVERY = 8, 10
+
+# ===== The house: tasks, the env, the expert and the blunderer ==============================================
 
 ROOMS = "kitchen attic cellar garden hall study".split()
 ITEMS = "cup book lamp clock vase radio chair pan bag globe".split()
 TOOL = {"bring": "carry", "fix": "repair", "open": "unlock", "light": "switch"}  # request -> tool
-HABITS = {"carts everything": {"carry": "cart"}, "swaps unlock and switch": {"unlock": "switch", "switch": "unlock"},
-          "wrong argument": {}, "stops early": {}}
-MAX_TURNS = 8
+HABITS = {"carts everything": {"carry": "cart"}, "wrong argument": {}, "stops early": {},
+          "swaps unlock and switch": {"unlock": "switch", "switch": "unlock"}}
+MANUAL = f"""You work in a house. Rooms: {" ".join(ROOMS)}. Items: {" ".join(ITEMS)}.
+Do the steps that you are asked for. Say one call and nothing else, then read its answer. The calls:
+find ITEM - tells the room it is in, and whether it is small or large
+carry ITEM FROM TO - bring a small item from one room to another
+cart ITEM FROM TO - bring a large item
+repair ITEM ROOM - fix an item in the room it is in
+unlock ROOM - open a room
+switch ROOM - light a room
+done - when all steps are done"""
 
 
 def make_task(rng, n_steps, large=False):
-    """A random task, e.g. {"where": {"cup": "hall", ...}, "large": ["pan", ...], "steps": [("open", "cellar"), ("bring",
-    "cup", "attic")]}: where each item is, which are large, what is asked for. `large`: one item to bring is large."""
+    """A random task: where items are, which are large, what to do. `large`: one item to bring is large.
+
+    {"where": {"cup": "hall", ...}, "large": ["pan", ...], "steps": [("open", "hall"), ("fix", "cup")]}
+    """
     kinds = rng.choice(list(TOOL), n_steps).tolist()
     if large:
         kinds[rng.integers(n_steps)] = "bring"
-    items, rooms = rng.permutation(ITEMS).tolist(), rng.permutation(ROOMS).tolist()  # no item or room twice in a task
-    arguments = lambda kind, item, room: (item, room) if kind == "bring" else (item,) if kind == "fix" else (room,)
-    steps = [(kind, *arguments(kind, item, room)) for kind, item, room in zip(kinds, items, rooms)]
+    items, rooms = rng.permutation(ITEMS).tolist(), rng.permutation(ROOMS).tolist()  # none twice in a task
+    steps = []
+    for kind, item, room in zip(kinds, items, rooms, strict=False):
+        steps.append({"bring": (kind, item, room), "fix": (kind, item)}.get(kind, (kind, room)))
     brought = [step[1] for step in steps if step[0] == "bring"]
-    return {
-        "where": {item: str(rng.choice(rooms[n_steps:])) for item in ITEMS},  # nothing is already where it shall go
-        "large": [item for item in ITEMS if rng.random() < 0.5 and item not in brought] + brought[: int(large)],
-        "steps": steps,
-    }
+    where = {item: str(rng.choice(rooms[n_steps:])) for item in ITEMS}  # nothing is already where it shall go
+    others = [item for item in ITEMS if rng.random() < 0.5 and item not in brought]
+    return {"where": where, "large": others + brought[: int(large)], "steps": steps}
+
+
+def request(task):
+    return " ".join(f"step {n} {' '.join(step)}" for n, step in enumerate(task["steps"], 1))
+
+
+def large_item(task):
+    """The item to bring that is large, None if there is none."""
+    brought = [step[1] for step in task["steps"] if step[0] == "bring"]
+    return next((item for item in brought if item in task["large"]), None)
 
 
 class House:
-    """The env, as rcgrpo.rollout wants it. reward() is 1 if the house ends up exactly as asked for, else 0."""
+    """The env, as rcgrpo.rollout wants it. reward() is 1 if the house ends up exactly as asked, else 0."""
 
-    def __init__(self, task):
-        self.task = task
+    def __init__(self, task, manual=None):
+        self.task, self.manual = task, manual
 
     def reset(self):
         self.where, self.done, self.observation = dict(self.task["where"]), set(), None
-        request = " ".join(f"step {n} {' '.join(step)}" for n, step in enumerate(self.task["steps"], 1))
-        return [{"role": "user", "content": request}]
+        system = [{"role": "system", "content": self.manual}] if self.manual else []
+        return [*system, {"role": "user", "content": request(self.task)}]
 
     def step(self, text):
         call = text.split()
@@ -80,7 +137,7 @@ class House:
         return [{"role": "tool", "content": self.observation}]
 
     def answer(self, call):
-        """Execute one call. The observation is what was found, "ok", "fail" (right form, impossible), or "error"."""
+        """Execute a call. Returns what was found, "ok", "fail" (right form, but impossible) or "error"."""
         match call:
             case ["find", item] if item in ITEMS:
                 return f"{self.where[item]} {'large' if item in self.task['large'] else 'small'}"
@@ -118,7 +175,7 @@ def expert(house):
 
 
 def blunderer(house, rng):
-    """An expert with one bad habit: takes one tool for another, gets every other argument wrong, or stops too early."""
+    """An expert with a bad habit: takes one tool for another, gets arguments wrong, or stops too early."""
     habit = rng.choice(list(HABITS))
     for call in expert(house):
         tool, *arguments = call.split()
@@ -128,18 +185,18 @@ def blunderer(house, rng):
                 slot = rng.integers(len(arguments))
                 arguments[slot] = rng.choice(ROOMS if arguments[slot] in ROOMS else ITEMS)
             if habit == "stops early":
-                tool, arguments = "done", []
+                yield "done"
+                return
         yield " ".join([tool, *arguments])
 
 
-def demonstrate(tasks, tokenizer, rng, failures):
-    """Expert trajectories of all tasks, marked high, and as many failures, marked low; or only experts, unmarked.
-
-    Both are played for real by rcgrpo.rollout. A failure is kept only if its reward is 0.
-    """
-    def play(task, script, goal):
-        house = House(task)
-        return rollout([house], [goal], scripted_policy(script(house), tokenizer), tokenizer, max_turns=MAX_TURNS)[0]
+def demonstrate(tasks, tokenizer, rng, failures, make_env=House):
+    """Expert trajectories of all tasks under the high reward token and as many failures under the low one; or
+    experts alone, under none. All are played by rcgrpo.rollout; a failure is kept only if its reward is 0."""
+    def play(task, script, reward_token):
+        house = make_env(task)
+        policy = scripted_policy(script(house), tokenizer)
+        return rollout([house], [reward_token], policy, tokenizer, max_turns=MAX_TURNS)[0]
 
     trajectories = []
     for task in tasks:
@@ -152,9 +209,7 @@ def demonstrate(tasks, tokenizer, rng, failures):
     return trajectories
 
 
-# ======================================================================================================================
-# A word-level tokenizer and a tiny transformer
-# ======================================================================================================================
+# ===== The agent: a tiny transformer over words, or a pretrained model with its own tokenizer ===============
 
 CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 TEMPLATE = (
@@ -164,142 +219,259 @@ TEMPLATE = (
 
 
 def make_tokenizer():
-    words = [*ROOMS, *ITEMS, *TOOL, *TOOL.values(), *"find cart done step 1 2 ok fail error small large".split(),
-             *"[ Reward Goal : ]".split()]
+    others = "find cart done step 1 2 ok fail error small large [ Reward Goal : ]"
+    words = [*ROOMS, *ITEMS, *TOOL, *TOOL.values(), *others.split()]
     vocabulary = {word: i for i, word in enumerate(["<unk>", *CONTROL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|end|>", pad_token="<unk>",
-                                   extra_special_tokens=CONTROL[:3])
+    cuts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|end|>", pad_token="<unk>",
+        extra_special_tokens=CONTROL[:3])
     fast.chat_template = TEMPLATE
     return fast
 
 
 def make_model(tokenizer, seed):
     torch.manual_seed(seed)
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
-                         initializer_range=0.1)
-    model = Qwen2ForCausalLM(config)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+        initializer_range=0.1))
     add_reward_tokens(tokenizer, model)
     return model
 
 
-# ======================================================================================================================
-# The experiment: two fine-tuned models, four arms of reinforcement learning, nothing tuned per arm
-# ======================================================================================================================
-
-ARMS = ["sft+grpo", "sft+rc-grpo", "rctp+grpo", "rctp+rc-grpo"]
-DEMONSTRATIONS, TEST_TASKS, TASKS_PER_STEP, BATCH, STAGE1_LR = 600, 200, 8, 32, 3e-3
-
-
-def model_policy(model, tokenizer, temperature, generator=None):
-    stop_ids = chat_format(tokenizer).stop_ids
-    return partial(sample, model, temperature=temperature, max_new_tokens=8, stop_ids=stop_ids, generator=generator)
-
-
-def success(model, tasks, tokenizer, init):
-    """Share of tasks solved by greedy decoding, under the high mark if the model knows marks."""
-    goals = [HIGH if init == "rctp" else None] * len(tasks)
-    policy = model_policy(model, tokenizer, temperature=0)
-    return np.mean([t.reward for t in rollout(map(House, tasks), goals, policy, tokenizer, max_turns=MAX_TURNS)])
+def load(args, seed, weights=None):
+    """(model, tokenizer, make_env): as stage 1 takes them, or with the weights in a folder."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    pretrained = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    if args.model is None:
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer, seed)
+        return pretrained(weights) if weights else model, tokenizer, House
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    chat_format(tokenizer)  # a template that cannot be used is refused here
+    model = pretrained(weights or args.model)
+    add_reward_tokens(tokenizer, model)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, partial(House, manual=MANUAL)
 
 
-def fine_tune(model, trajectories, steps, seed, name, log):
-    """Stage 1. SFT and RCTP differ in their data and in nothing else."""
-    rng, optimizer = np.random.default_rng(seed), torch.optim.AdamW(model.parameters(), STAGE1_LR, weight_decay=0)
-    for step in (bar := tqdm(range(steps), desc=f"seed {seed} {name:12}", leave=False)):
-        batch = [trajectories[i] for i in rng.integers(len(trajectories), size=BATCH)]
-        metrics = rctp_step(model, optimizer, batch, rows_per_pass=BATCH)
-        log(seed=seed, arm=name, stage=1, step=step, **metrics)
-        bar.set_postfix_str(f"loss {metrics['loss']:.3f}")
-    return model
+# ===== The experiment: two fine-tuned models, four arms of reinforcement learning, nothing tuned per arm ====
 
 
-def reinforce(model, arm, tokenizer, args, seed, log):
-    """Stage 2. Plain GRPO draws no marks; on a model that knows them it always asks for the high one."""
-    init, algorithm = arm.split("+")
-    p = args.p_high if algorithm == "rc-grpo" else 1.0 if init == "rctp" else None
-    ref_model, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    policy = model_policy(model, tokenizer, temperature=1.0, generator=generator)
-    history = []
-    for step in (bar := tqdm(range(args.steps), desc=f"seed {seed} {arm:12}", leave=False)):
-        tasks = [make_task(rng, 2, large=bool(n % 2)) for n in range(TASKS_PER_STEP)]
-        metrics, _ = rcgrpo_step(
-            model, ref_model, optimizer, tasks, House, policy, tokenizer, G=args.group_size, p=p, stratified=args.stratified,
-            generator=generator, limits={"max_turns": MAX_TURNS}, beta=args.beta, ratio=args.ratio,
-            groups_per_pass=TASKS_PER_STEP,
-        )
-        history.append(metrics)
-        log(seed=seed, arm=arm, stage=2, step=step, **metrics)
-        bar.set_postfix_str(f"reward {metrics['reward']:.2f} sigma_g {metrics['sigma']:.3f}")
-    return history
+def draw_tasks(args, seed):
+    """(tasks of the demonstrations, tasks of the test, the random numbers that follow)"""
+    rng = np.random.default_rng(seed)
+    demonstrated = [make_task(rng, n_steps=int(rng.integers(1, 3))) for _ in range(args.demonstrations)]
+    return demonstrated, [make_task(rng, 2, large=bool(n % 2)) for n in range(args.test_tasks)], rng
 
 
-def run_seed(seed, args, log):
-    """Both stages of every arm for one seed. Returns {arm: (success before, success after, metrics of each step)}."""
-    rng, tokenizer = np.random.default_rng(seed), make_tokenizer()
-    base = make_model(tokenizer, seed)
-    demonstrations = [make_task(rng, n_steps=int(rng.integers(1, 3))) for _ in range(DEMONSTRATIONS)]
-    test = [make_task(rng, n_steps=2, large=bool(n % 2)) for n in range(TEST_TASKS)]
-    results = {}
-    for init in ("sft", "rctp"):
-        data = demonstrate(demonstrations, tokenizer, rng, failures=init == "rctp")
-        tuned = fine_tune(copy.deepcopy(base), data, args.stage1_steps, seed, init, log)
-        before = success(tuned, test, tokenizer, init)
-        for arm in (arm for arm in ARMS if arm.startswith(init)):
-            model = copy.deepcopy(tuned)
-            history = reinforce(model, arm, tokenizer, args, seed, log)
-            after = success(model, test, tokenizer, init)
-            results[arm] = (before, after, history)
-            print(f"seed {seed}  {arm:12}  success {before:.3f} -> {after:.3f}", flush=True)
-    return results
+def fine_tune(args, seed, init, log):
+    """Stage 1. SFT and RCTP differ in their data and in nothing else. Returns (model, tokenizer)."""
+    model, tokenizer, make_env = load(args, seed)
+    tasks, _, rng = draw_tasks(args, seed)
+    trajectories = demonstrate(tasks, tokenizer, rng, failures=init == "rctp", make_env=make_env)
+    if args.model:  # one group: the manual, with which all begin, is computed once in a pass
+        trajectories = [replace(t, group="all") for t in trajectories]
+    optimizer = torch.optim.AdamW(model.parameters(), args.stage1_lr, weight_decay=0)
+    rng = np.random.default_rng(seed)
+    for step in range(args.stage1_steps):
+        batch = [trajectories[i] for i in rng.integers(len(trajectories), size=args.batch)]
+        log(stage=1, step=step, **rctp_step(model, optimizer, batch, args.tokens_per_pass))
+    return model, tokenizer
 
 
-# ======================================================================================================================
-# The report
-# ======================================================================================================================
+def sampling(args, seed, arm, model, tokenizer):
+    """How an arm samples: its policy, and how many rollouts under which reward tokens."""
+    draws = torch.Generator(model.device).manual_seed(2 * seed)
+    policy = model_policy(model, tokenizer, 1.0, args.max_new_tokens, generator=draws)
+    p = {"sft+grpo": None, "rctp+grpo": 1.0}.get(arm, args.p_high)  # None: no token, 1: always the high one
+    generator = torch.Generator().manual_seed(2 * seed + 1)
+    return policy, {"G": args.group_size, "p": p, "stratified": args.stratified, "generator": generator}
+
+
+def success(args, model, tokenizer, make_env, tasks, reward_token):
+    """Share of tasks solved by greedy decoding under this reward token."""
+    policy = model_policy(model, tokenizer, temperature=0, max_new_tokens=args.max_new_tokens)
+    reward_tokens = [reward_token] * len(tasks)
+    rollouts = rollout(map(make_env, tasks), reward_tokens, policy, tokenizer, max_turns=MAX_TURNS)
+    return float(np.mean([t.reward for t in rollouts]))
+
+
+def reinforce(args, seed, arm, log):
+    """Stage 2. Line n of its metrics is about the policy after n updates. Returns (model, tokenizer)."""
+    model, tokenizer, make_env = load(args, seed, part(args, seed, arm.split("+")[0]))
+    ref_model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
+    policy, groups = sampling(args, seed, arm, model, tokenizer)
+    evaluate = partial(success, args, model, tokenizer, make_env, draw_tasks(args, seed)[1])
+    rng = np.random.default_rng([seed, 1])  # those of draw_tasks would give the tasks of the test again
+    for step in range(args.steps + 1):
+        metrics = {}
+        if step % EVALUATE_EVERY == 0 or step == args.steps:
+            metrics["success"] = evaluate(ARMS[arm])
+        if arm == "sft+rc-grpo" and step in (0, args.steps):  # its stage 1 knew no tokens: is that kept?
+            metrics["success_without_token"] = evaluate(None)
+        if step < args.steps:
+            tasks = [make_task(rng, 2, large=bool(n % 2)) for n in range(args.tasks_per_step)]
+            metrics |= rcgrpo_step(
+                model, ref_model, optimizer, tasks, make_env, policy, tokenizer, **groups,
+                limits={"max_turns": MAX_TURNS}, beta=args.beta, ratio=args.ratio,
+                tokens_per_pass=args.tokens_per_pass)[0]
+        log(stage=2, step=step, **metrics)
+    return model, tokenizer
+
+
+# ----- A run is made of parts: stage 1 and the arms of every seed. They meet in --out and nowhere else.
+
+
+def part(args, seed, name, suffix=""):
+    """Where the model of a part is kept, or (".jsonl") its metrics, once it is finished."""
+    return args.out / f"seed-{seed}" / f"{name}{suffix}"
+
+
+def run_parts(args, parts, slot=0, lock=None):
+    """Run parts one after another, except finished ones. lock: of the other processes, if there are any."""
+    if lock:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the process that started this one
+        tqdm.set_lock(lock)
+    for seed, name in parts:
+        finished, begun = part(args, seed, name, ".jsonl"), part(args, seed, name, ".jsonl.part")
+        if not finished.exists():
+            begun.parent.mkdir(exist_ok=True)
+            steps, run = (args.steps, reinforce) if name in ARMS else (args.stage1_steps, fine_tune)
+            with (open(begun, "w", buffering=1) as file,
+                  tqdm(total=steps, desc=f"seed {seed} {name:12}", position=slot, leave=False) as bar):
+                model, tokenizer = run(args, seed, name, partial(log_line, file, bar, {}, seed, name))
+            model.save_pretrained(part(args, seed, name))
+            if args.model:  # the other is make_tokenizer()
+                tokenizer.save_pretrained(part(args, seed, name))
+            begun.replace(finished)
+        if name in ARMS:
+            curve = [line["success"] for line in read(args, seed, name) if "success" in line]
+            tqdm.write(f"seed {seed}  {name:12}  held-out success, reward token {NAME[ARMS[name]]}: "
+                       f"{curve[0]:.3f} -> {curve[-1]:.3f}")
+
+
+def log_line(file, bar, shown, seed, name, **metrics):
+    """A line of metrics into the file, its most telling numbers beside the progress bar."""
+    file.write(json.dumps({"seed": seed, "arm": name, **metrics}) + "\n")
+    telling = ["reward", "sigma", "success"] if name in ARMS else ["loss"]
+    shown |= {key: f"{metrics[key]:.3f}" for key in telling if key in metrics}
+    bar.set_postfix(shown, refresh=False)
+    bar.update(metrics["step"] < bar.total)
+
+
+def run_in_processes(args, parts):
+    """Deal parts to --jobs processes. When one fails, and at ctrl-C, all end."""
+    if args.jobs == 1:
+        return run_parts(args, parts)
+    spawn = multiprocessing.get_context("spawn")
+    lock, running = spawn.RLock(), []
+    try:
+        for slot in range(args.jobs):
+            mine = parts[slot :: args.jobs]
+            running.append(spawn.Process(target=run_parts, args=(args, mine, slot, lock), daemon=True))
+            running[-1].start()
+        while running:
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            if any(process.exitcode for process in running):
+                sys.exit("a process failed, see above; the same command with --resume goes on")
+            running = [process for process in running if process.exitcode is None]
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
+            process.join()
+
+
+def read(args, seed, name):
+    path = part(args, seed, name, ".jsonl")
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        sys.exit(f"{path} is damaged ({error}): delete it, and this command with --resume makes it again")
+
+
+# ===== The report ===========================================================================================
+
+
+def show_group(args, seed, arm):
+    """One group of an arm as reinforcement learning will see it: temperature 1, the arm's own reward tokens.
+    The task is the first of the test that has a large item to bring, whatever comes out; more are counted."""
+    tasks = list(filter(large_item, draw_tasks(args, seed)[1]))[:20]
+    model, tokenizer, make_env = load(args, seed, part(args, seed, arm.split("+")[0]))
+    policy, groups = sampling(args, seed, arm, model, tokenizer)
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, **groups, max_turns=MAX_TURNS)
+    rewards = np.array([t.reward for t in rollouts]).reshape(len(tasks), args.group_size)
+    flat, (mu, sigma) = np.sum(rewards.std(1) == 0), (rewards[0].mean(), rewards[0].std())
+    print(f'{arm.upper()}, "{request(tasks[0])}" (the {large_item(tasks[0])} is large): mu_g = {mu:.2f}, '
+          f"sigma_g = {sigma:.2f}\n  (sigma_g = 0 in {flat} of {len(tasks)} groups of such tasks)")
+    advantages = group_advantages(rewards[0], [0] * args.group_size).tolist()
+    for trajectory, advantage in zip(rollouts, advantages, strict=False):
+        token, calls = NAME[trajectory.reward_token], " | ".join(said(trajectory, tokenizer))
+        print(f"  {token:4}  R = {trajectory.reward:.0f}  A = {advantage:5.2f}  {calls}")
+    print(flush=True)
+
+
+def said(trajectory, tokenizer):
+    """The calls of a trajectory, as texts of one line."""
+    runs = groupby(zip(trajectory.ids, trajectory.mask, strict=True), key=lambda pair: pair[1])
+    actions = [[token for token, _ in run] for sampled, run in runs if sampled]
+    return [" ".join(chat_format(tokenizer).text(action).split())[:60] for action in actions]
+
+
+def curves(runs, arm, key):
+    """(seeds, steps that have such a number)"""
+    return np.array([[line[key] for line in run[arm] if key in line] for run in runs])
 
 
 def summarise(runs):
-    """{arm: {name: one number per seed}}; "first" and "last" are means over the first and the last tenth of the steps."""
-    def mean(history, key, part):
-        tenth = max(1, len(history) // 10)
-        values = [m[key] for m in (history[:tenth] if part == "first" else history[-tenth:]) if m[key] is not None]
+    """{arm: {name: one number per seed}}; "first" and "last" are means of a tenth of the steps."""
+    def tenth(lines, key, part):
+        values = [line[key] for line in lines if key in line]
+        n = max(1, len(values) // 10)
+        values = [value for value in (values[:n] if part == "first" else values[-n:]) if value is not None]
         return float(np.mean(values)) if values else None
 
-    columns = {"sigma_first": ("sigma", "first"), "sigma_last": ("sigma", "last"),
-               "zero_std_first": ("zero_std", "first"), "zero_std_last": ("zero_std", "last"),
-               "reward_high_minus_low_first": ("reward_high_minus_low", "first"),
-               "reward_high_minus_low_last": ("reward_high_minus_low", "last"),
-               "sigma2_first": ("sigma2", "first"), "floor_first": ("sigma2_floor", "first")}
-    return {
-        arm: {"success_before": [float(run[arm][0]) for run in runs], "success_after": [float(run[arm][1]) for run in runs],
-              **{name: [mean(run[arm][2], *column) for run in runs] for name, column in columns.items()}}
-        for arm in ARMS
-    }
+    keys = {"sigma": "sigma", "zero_std": "zero_std", "reward_high_minus_low": "reward_high_minus_low",
+            "sigma2": "sigma2", "floor": "sigma2_floor"}
+    arms = {}
+    for arm in runs[0]:
+        arms[arm] = numbers = {}
+        for key in ("success", "success_without_token"):
+            if (curve := curves(runs, arm, key)).size:
+                numbers |= {f"{key}_before": curve[:, 0].tolist(), f"{key}_after": curve[:, -1].tolist()}
+        for name, key in keys.items():
+            for end in ("first", "last"):
+                numbers[f"{name}_{end}"] = [tenth(run[arm], key, end) for run in runs]
+    return arms
 
 
 def cell(values):
-    """Mean, and +- standard deviation where there are several seeds; a dash where the arm has no such number."""
+    """Mean, and +- standard deviation where there are several seeds; a dash where there is no such number."""
     values = [v for v in values if v is not None]
     spread = f"±{np.std(values):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values) + 0.0:.2f}{spread}".replace("-0.00", "0.00") if values else "-"
 
 
 def print_table(arms):
-    columns = [("success", "success_before", "success_after"), ("sigma_g", "sigma_first", "sigma_last"),
-               ("zero-variance groups", "zero_std_first", "zero_std_last"),
-               ("mu_high - mu_low", "reward_high_minus_low_first", "reward_high_minus_low_last"),
-               ("E[sigma_g^2] (floor)", "sigma2_first", "floor_first")]
-    rows = [["arm", *(name for name, _, _ in columns)]]
+    rows = [["arm", "reward token", "held-out success", "sigma_g", "sigma_g = 0", "mu_high - mu_low",
+             "E[sigma_g^2] (floor)"]]
     for arm, numbers in arms.items():
-        pairs = [(cell(numbers[a]), cell(numbers[b])) for _, a, b in columns]
-        rows.append([arm, *("-" if a == "-" else f"{a} -> {b}" for a, b in pairs[:-1]), "{} ({})".format(*pairs[-1])])
-    widths = [max(map(len, column)) for column in zip(*rows)]
+        value = {name: cell(values) for name, values in numbers.items()}
+        change = {name: f"{value[f'{name}_first']} -> {value[f'{name}_last']}".replace("- -> -", "-")
+                  for name in ("sigma", "zero_std", "reward_high_minus_low")}
+        success = f"{value['success_before']} -> {value['success_after']}"
+        rows.append([arm, NAME[ARMS[arm]], success, *change.values(),
+                     f"{value['sigma2_first']} ({value['floor_first']})"])
+        if "success_without_token_before" in value:
+            success = f"{value['success_without_token_before']} -> {value['success_without_token_after']}"
+            rows.append(["  the same", "none", success])
+    widths = [max(len(row[n]) for row in rows if n < len(row)) for n in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)).rstrip())
 
 
 def sparkline(values, top, width=40):
@@ -307,82 +479,166 @@ def sparkline(values, top, width=40):
     return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * m / top))] for m in means)
 
 
-def curve(runs, arm, key):
-    """(seeds, steps)"""
-    return np.array([[m[key] for m in run[arm][2]] for run in runs])
+def closing_sentences(arms, steps):
+    """What the numbers say, and no more. A difference of less than .05 counts as none."""
+    def compare(a, b, less, same, more):
+        gap = np.mean(b) - np.mean(a)
+        return more if gap >= 0.05 else less if gap <= -0.05 else same
+
+    def story(arm):
+        before, after = arms[arm]["success_before"], arms[arm]["success_after"]
+        verb = compare(before, after, "fell", "hardly moved", "rose")
+        untaught = " (stage 1 has taught next to nothing)" if np.mean(before) < 0.1 else ""
+        stuck = np.mean(arms[arm]["zero_std_first"])
+        return (f"{arm.upper()}: {stuck:.0%} of its first groups had sigma_g = 0, so no policy gradient; "
+                f"in {steps} steps held-out success {verb}, {cell(before)} -> {cell(after)}{untaught}")
+
+    if "sft+grpo" in arms:
+        yield f"{story('sft+grpo')} (see `group_advantages`)."
+    if "rctp+rc-grpo" not in arms:
+        return
+    rc, against = arms["rctp+rc-grpo"], ""
+    if "rctp+grpo" in arms:
+        after = arms["rctp+grpo"]["success_after"]
+        order = compare(after, rc["success_after"], "below", "level with", "above")
+        against = f", {order} RCTP+GRPO ({cell(after)})"
+    yield f"{story('rctp+rc-grpo')}{against} (see `sample_reward_tokens`)."
+    first, last = rc["reward_high_minus_low_first"], rc["reward_high_minus_low_last"]
+    meaning = "no difference to speak of, which Prop. 4.3 needs"
+    if None not in first + last and np.mean(first) >= 0.05:
+        meaning = compare(first, last, "the gap narrowed, and the floor of Prop. 4.3 sank", "the gap stayed",
+                          "the gap widened, and the floor of Prop. 4.3 rose")
+    yield f"Its mu_high - mu_low, {cell(first)} -> {cell(last)}: {meaning} (see `group_metrics`)."
+
+
+def report(runs, arms, steps):
+    print("\nSuccess: held-out tasks, greedy, under the arm's own reward token, before -> after.\n"
+          "The rest: first -> last tenth of the steps of reinforcement learning.\n")
+    print_table(arms)
+    for key, title, top in (("sigma", "sigma_g", 0.5), ("success", "held-out success", 1)):
+        print(f"\n{title} over the steps, median of the seeds (full block = {top})")
+        for arm in arms:
+            median = np.median(curves(runs, arm, key), 0)
+            print(f"  {arm:12} reward token {NAME[ARMS[arm]]} |{sparkline(median, top)}|")
+    print("", *closing_sentences(arms, steps), "", sep="\n")
 
 
 def plot(runs, path):
+    """sigma_g and held-out success, median and range of the seeds. Needs matplotlib."""
     try:
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
+        print(f"No {path.name}: pip install matplotlib, then the same command with --resume draws it.")
         return
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    for axis, key, title in zip(axes, ("sigma", "reward"), ("mean sigma_g of a group", "mean reward of the rollouts")):
-        for arm in ARMS:
-            smooth = np.array([np.convolve(c, np.ones(5) / 5, "valid") if len(c) >= 5 else c for c in curve(runs, arm, key)])
-            (line,) = axis.plot(smooth.mean(0), label=arm.upper().replace("+", " + "))
-            axis.fill_between(range(smooth.shape[1]), smooth.min(0), smooth.max(0), alpha=0.15, color=line.get_color())
+    titles = {"sigma": "mean sigma_g of a group", "success": "success on held-out tasks"}
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for arm in runs[0]:
+            x = [line["step"] for line in runs[0][arm] if key in line]
+            y = curves(runs, arm, key)
+            n = min(5, y.shape[1]) if key == "sigma" else 1  # sigma_g: means of five steps
+            y = np.array([np.convolve(curve, np.ones(n) / n, "valid") for curve in y])
+            x = x[n // 2 :][: y.shape[1]]
+            label = f"{arm.upper()} (reward token at test: {NAME[ARMS[arm]]})"
+            (line,) = axis.plot(x, np.median(y, 0), label=label)
+            axis.fill_between(x, y.min(0), y.max(0), alpha=0.15, color=line.get_color())
         axis.set(title=title, xlabel="step of reinforcement learning", ylim=(0, None))
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def report(runs, arms):
-    print("\nStart -> end of reinforcement learning (success: held-out tasks; the rest: first and last tenth of the steps)\n")
-    print_table(arms)
-    for key, title, top in (("sigma", "sigma_g", 0.5), ("reward", "mean reward of the rollouts", 1.0)):
-        print(f"\n{title} over the steps (full block = {top})")
-        for arm in ARMS:
-            print(f"  {arm:12} |{sparkline(curve(runs, arm, key).mean(0), top)}|")
-    sft, rctp, rc = arms["sft+grpo"], arms["rctp+grpo"], arms["rctp+rc-grpo"]
-    share = lambda arm: f"{np.mean(arm['zero_std_first']):.0%}"
-    print(f"\nAfter SFT, {share(sft)} of GRPO's groups had sigma_g = 0, and success went from {cell(sft['success_before'])} to "
-          f"{cell(sft['success_after'])}: see `group_advantages`, where such a group's advantages are all 0.\n"
-          f"After RCTP, with a mark drawn for every rollout, {share(rc)} had, and success went from {cell(rc['success_before'])} "
-          f"to {cell(rc['success_after'])} (with the high mark always: {share(rctp)}, and to {cell(rctp['success_after'])}): see "
-          "`sample_reward_tokens` and `collect_groups`, where the marks are drawn.\n"
-          "The reward does not look at the mark, so the low mode is trained to succeed as well: mu_high - mu_low went from "
-          f"{cell(rc['reward_high_minus_low_first'])} to {cell(rc['reward_high_minus_low_last'])}, and the floor of Prop. 4.3 "
-          "with it: see `group_metrics`.")
+# ===== The command line =====================================================================================
 
 
-def parse_arguments():
+def within(kind, low, high):
+    """The type of an argument: a finite number from low to high, whole if kind is int."""
+    def number(text):
+        value = kind(text)
+        if not low <= value <= high:  # nor is nan, nor inf
+            raise argparse.ArgumentTypeError(f"needs at least {low} and at most {high}, got {text}")
+        return value
+    return number
+
+
+def parse_arguments(argv=None):
+    """(arguments, parser)"""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
-    parser.add_argument("--steps", type=int, default=80, help="steps of reinforcement learning")
-    parser.add_argument("--stage1-steps", type=int, default=400, help="steps of SFT and of RCTP")
-    parser.add_argument("--group-size", type=int, default=8, help="G, rollouts per task")
-    parser.add_argument("--p-high", type=float, default=0.5, help="p, probability of the high mark in RC-GRPO")
-    parser.add_argument("--stratified", action="store_true", help="exactly round(pG) high marks in every group")
-    parser.add_argument("--ratio", choices=["token", "trajectory"], default="token", help="one rho per token or per trajectory")
-    parser.add_argument("--beta", type=float, default=0.02, help="weight of the KL to the stage-1 model")
-    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of reinforcement learning")
-    parser.add_argument("--out", type=Path, default=Path("runs/toy"), help="folder for metrics.jsonl, summary.json, toy.png")
-    args = parser.parse_args()
-    if min(args.seeds, args.steps, args.stage1_steps, args.group_size) < 1 or not 0 <= args.p_high <= 1:
-        parser.error("--seeds, --steps, --stage1-steps and --group-size must be at least 1, --p-high between 0 and 1")
-    return args
+    add = parser.add_argument
+    add("--seed", type=within(int, 0, 2**31), default=0, help="first seed")
+    add("--seeds", type=within(int, 1, 10**6), default=1, help="how many seeds")
+    add("--jobs", type=within(int, 1, 1000), default=1, help="processes; the results are those of one")
+    add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="which arms (all)")
+    add("--model", help="a pretrained chat model, folder or name, in place of the tiny transformer")
+    add("--stratified", action="store_true", help="exactly round(pG) high reward tokens in every group")
+    add("--ratio", choices=["token", "trajectory"], default="token", help="one rho per token or trajectory")
+    add("--out", type=Path, default=Path("runs/toy"), help="folder of metrics, summary, picture and models")
+    add("--resume", action="store_true", help="keep what is finished in --out and go on")
+    for name, (tiny, pretrained, low, high, meaning) in SETTINGS.items():
+        add(f"--{name}", type=within(type(tiny), low, high), metavar="N",
+            help=f"{meaning} ({tiny}; with --model {pretrained})")
+    args = parser.parse_args(argv)
+    for name, (tiny, pretrained, *_) in SETTINGS.items():
+        if getattr(args, name.replace("-", "_")) is None:
+            setattr(args, name.replace("-", "_"), pretrained if args.model else tiny)
+    args.arms = [arm for arm in ARMS if arm in args.arms]
+    args.threads = max(1, torch.get_num_threads() // args.jobs) if args.model else 1  # the tiny one needs one
+    return args, parser
 
 
-def main():
-    args = parse_arguments()
-    torch.set_num_threads(1)  # a model this small is fastest on one core
-    args.out.mkdir(parents=True, exist_ok=True)
-    started, seeds = time.time(), list(range(args.seed, args.seed + args.seeds))
-    with open(args.out / "metrics.jsonl", "w") as metrics_file:
-        log = lambda **line: metrics_file.write(json.dumps(line) + "\n")
-        runs = [run_seed(seed, args, log) for seed in seeds]
+def claim(args, parser):
+    """Make --out ready; what cannot be trained, written to or resumed is refused in one line."""
+    try:
+        load(args, args.seed)
+    except Exception as error:  # whatever files that are no model raise
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        parser.error(f"--model {args.model} cannot be used: {reason}")
+    free = ("seed", "seeds", "jobs", "threads", "arms", "out", "resume", "tokens_per_pass")
+    settings = {name: value for name, value in vars(args).items() if name not in free}
+    settings, file = json.dumps(settings, indent=1), args.out / "settings.json"
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.resume and file.exists():
+            kept = file.read_text()
+            if kept != settings:
+                other = sorted(set(kept.splitlines()) - set(settings.splitlines()))
+                parser.error(f"--resume: {file} has other settings than this command: {' '.join(other)}")
+        for old in [] if args.resume else args.out.glob("seed-*/*.jsonl"):
+            old.unlink()
+        file.write_text(settings)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be used: {error}")
+
+
+def main(argv=None):
+    started = time.time()
+    args, parser = parse_arguments(argv)
+    claim(args, parser)
+    seeds = list(range(args.seed, args.seed + args.seeds))
+    inits = dict.fromkeys(arm.split("+")[0] for arm in args.arms)
+    try:
+        run_in_processes(args, [(seed, init) for seed in seeds for init in inits])
+        print("\nThe first test task with a large item: a group of rollouts before reinforcement learning.\n")
+        for arm in [arm for arm in ("sft+grpo", "rctp+rc-grpo") if arm in args.arms]:
+            show_group(args, args.seed, arm)
+        run_in_processes(args, [(seed, arm) for seed in seeds for arm in args.arms])
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command with --resume goes on")
+    with open(args.out / "metrics.jsonl", "w") as file:
+        for seed in seeds:
+            for name in [*inits, *args.arms]:
+                file.write(part(args, seed, name, ".jsonl").read_text())
+    runs = [{arm: read(args, seed, arm) for arm in args.arms} for seed in seeds]
     arms, seconds = summarise(runs), round(time.time() - started, 1)
-    (args.out / "summary.json").write_text(json.dumps({"seconds": seconds, "seeds": seeds, "arms": arms}, indent=1) + "\n")
+    summary = {"seconds": seconds, "seeds": seeds, "arms": arms}
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    report(runs, arms, args.steps)
     plot(runs, args.out / "toy.png")
-    report(runs, arms)
-    print(f"\n{seconds:.0f} s. Written to {args.out}: {', '.join(sorted(os.listdir(args.out)))}")
+    print(f"{seconds:.0f} s. Written to {args.out}: {', '.join(sorted(os.listdir(args.out)))}")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` does what ctrl-C does
     main()

@@ -1,407 +1,430 @@
 """RC-GRPO on the Berkeley Function Calling Leaderboard (BFCL v4, multi-turn), on GPUs.
 
-    python train_bfcl.py                                   the paper's main arm: RCTP, then RC-GRPO, then evaluation
-    python train_bfcl.py --init sft --rl grpo              any other arm: --init {rctp,sft,none} --rl {rc-grpo,grpo,none}
-    torchrun --nproc-per-node 8 train_bfcl.py              on eight GPUs
-    python train_bfcl.py --plan                            what it would do and need, without touching a device
-    python train_bfcl.py --smoke                           every stage of every arm, tiny; needs no GPU
+    python train_bfcl.py                         the paper's main arm: RCTP, then RC-GRPO, then evaluation
+    python train_bfcl.py --init sft --rl grpo    another: --init {rctp,sft,none} --rl {rc-grpo,grpo,none}
+    torchrun --nproc-per-node 8 train_bfcl.py    on eight GPUs
+    python train_bfcl.py --plan                  what it would do and need, without touching a device
+    python train_bfcl.py --smoke                 every stage of every arm, tiny; needs no GPU
 
-Read rcgrpo.py first: the method is there. Here are the benchmark (sections 1-7), what serves many GPUs and long runs
-(8-10, a reader may skip them), and the pipeline: data, stage 1, stage 2, evaluation (11-15).
+Read rcgrpo.py first: the method is there. Sections 1-5 are what this script does: settings, pipeline, data,
+stages, evaluation. 6-12 are the benchmark. 13-17 serve many GPUs and long runs; a reader may skip them.
 Needs the public package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23
 """
 
+# ruff: noqa: E402 (the benchmark and what serves long runs carry their own imports)
+from __future__ import annotations
+
 import argparse
-import ast
-import atexit
-import copy
-import functools
-import gc
-import hashlib
-import importlib
-import importlib.metadata
-import importlib.resources
-import inspect
-import itertools
 import json
-import logging
 import math
-import os
-import pickle
 import random
-import re
-import shutil
-import subprocess
-import sys
-from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import tokenizers
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast,
-    Qwen2Config, Qwen2ForCausalLM,
-)
-from transformers.generation.continuous_batching.utils import WorkloadHints
-from transformers.utils import is_flash_attn_2_available
 
-from rcgrpo import (
-    HIGH, LOW, Trajectory, add_reward_tokens, chat_format, rcgrpo_step, rctp_step, rollout, sample, scripted_policy,
-)
-
-BFCL_VERSION = "2026.3.23"
-CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
-MAX_STEPS = 20  # messages with calls per user turn, the benchmark's number; "combined" pools them over all turns
-MAX_DEPTH = 32  # nesting of a call's JSON; gold calls need 3
-OBSERVATION_LIMIT = 6000  # characters of one observation that the model sees, in expert data and rollouts alike (B10)
-CUT_MARK = "\n[... the rest of this result was cut]"
-CALL_SECONDS = 2  # CPU seconds of a call that might never end (B3)
-CALL_BYTES = 2**30  # and its memory
+from rcgrpo import HIGH, LOW, Trajectory, label_by_reward, rcgrpo_step, rctp_step, rollout, scripted_policy
 
 
 # ===== 1. Settings ==========================================================================================
-NOT_SETTINGS = {"out", "resume", "stage", "plan", "smoke", "tokenizer", "goals", "checkpoint_every"}  # may change in a run
+def number(kind, low, high):
+    """What argparse calls to read a flag: text -> a number from low to high. nan and inf are none."""
+    def read(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if low <= value <= high:
+            return value
+        name = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"must be a {name} from {low:g} to {high:g}, not {text!r}")
+    return read
 
 
-def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def words(text):
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
-    def add(flag, default, text, **kwargs):
-        kind = {} if "choices" in kwargs or "action" in kwargs else {"type": type(default) if default is not None else int}
-        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **kind, **kwargs)
 
-    add("--model", "Qwen/Qwen2.5-7B-Instruct", "any causal LM with a chat template: hub name or folder")
-    add("--init", "rctp", "stage 1: reward-conditioned, on experts alone, or none", choices=["rctp", "sft", "none"])
-    add("--rl", "rc-grpo", "stage 2: a mark for each rollout, plain GRPO, or none", choices=["rc-grpo", "grpo", "none"])
-    add("--split", "grouped", "train/test split: without leak, or the paper's", choices=["grouped", "paper"])
-    add("--protocol", "combined", "the paper's single prompt, or the leaderboard's turns", choices=["combined", "turns"])
-    add("--failures", "rollout", "failures for RCTP: of the base model, topped up by corrupted experts; or only those",
-        choices=["rollout", "corrupt"])
-    add("--out", "runs/bfcl", "folder of the run")
-    add("--stage", "all", "run one stage alone; what earlier ones left in --out is picked up",
-        choices=["all", "data", "stage1", "stage2", "eval"])
-    parser.add_argument("--stage1", metavar="DIR", help="start stage 2 from this stage-1 model; train none")
-    add("--resume", False, "go on from the last checkpoint in --out", action="store_true")
-    add("--plan", False, "print tasks, tokens, steps and memory, and exit", action="store_true")
-    add("--smoke", False, "every stage of every arm on a tiny random model; needs no GPU", action="store_true")
-    add("--limit", 0, "keep only N training and N test tasks, those with the shortest tool lists; 0: all")
-    add("--seed", 0, "seed of everything random")
-    add("--stage1-lr", 1e-5, "learning rate of stage 1")
-    add("--stage1-batch", 16, "trajectories per step of stage 1")
-    parser.add_argument("--epochs", type=int, help="passes over the data in stage 1 (default: the paper's, 5 for rctp, 2 for sft)")
-    add("--lr", 1e-6, "learning rate of stage 2")
-    parser.add_argument("--batch", type=int, help="tasks per step of stage 2 (default: the paper's, 256 for rc-grpo, 64 for grpo)")
-    add("--steps", 400, "steps of stage 2")
-    add("--group-size", 5, "G, rollouts per task")
-    add("--p-high", 0.5, "p, probability of the high mark")
-    add("--stratified", False, "exactly round(pG) high marks in every group", action="store_true")
-    add("--beta", 0.1, "weight of the KL to the stage-1 model")
-    add("--clip", 0.2, "clip range of the ratio")
-    add("--ratio", "token", "one rho per token or per trajectory", choices=["token", "trajectory"])
-    add("--temperature", 1.0, "of the rollouts in stage 2")
-    add("--failure-temperature", 0.7, "of the rollouts of the base model that become failures")
-    add("--max-grad-norm", 1.0, "gradient clipping")
-    add("--max-tokens", 16384, "length limit of a trajectory; longer: truncated, reward 0")
-    add("--max-new-tokens", 1024, "length limit of one action; longer: truncated, reward 0")
-    add("--max-turns", 200, "assistant turns per rollout; the environment itself ends after 20 steps per user turn")
-    add("--rollout-tokens", 2**17, "tokens, padding included, sampled together by a process (plain sampler)")
-    add("--sampler", "auto", "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention",
-        choices=["auto", "plain", "continuous"])
-    add("--rows-per-pass", 1, "trajectories per forward pass in stage 1")
-    add("--groups-per-pass", 1, "groups per forward pass in stage 2")
-    add("--checkpoint-every", 10, "steps between checkpoints")
-    parser.add_argument("--goals", nargs="+", choices=list(GOALS), default=list(GOALS), help="goals to evaluate under")
-    args = parser.parse_args(argv)
-    args.epochs = {"rctp": 5, "sft": 2, "none": 1}[args.init] if args.epochs is None else args.epochs
-    args.batch = {"rc-grpo": 256, "grpo": 64, "none": 1}[args.rl] if args.batch is None else args.batch
-    args.goals = list(dict.fromkeys(args.goals))
-    for name, value in vars(args).items():
-        if type(value) is int and name not in ("seed", "limit") and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-        if type(value) is float and not value > 0 and name not in ("p_high", "beta", "failure_temperature"):
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if not 0 <= args.p_high <= 1 or args.beta < 0 or args.failure_temperature < 0 or args.limit < 0:
-        parser.error("--p-high must be between 0 and 1; --beta, --failure-temperature and --limit not negative")
-    return args
+COUNT, FROM_0 = number(int, 1, 10**9), number(int, 0, 10**9)
+RATE, SHARE, WEIGHT = number(float, 1e-12, 1), number(float, 0, 1), number(float, 0, 1e6)
+TEMPERATURE, BOUND = number(float, 0.01, 100), number(float, 1e-6, 1e6)
+REWARD_TOKENS = {"high": HIGH, "low": LOW, "none": None}
+YES_OR_NO = None
+
+# block: (flag, default, values, meaning)
+SETTINGS = {
+    "this call": [
+        ("--out", "runs/bfcl", words, "folder of the run"),
+        ("--stage", "all", ["all", "data", "stage1", "stage2", "eval"],
+         "run one stage alone; what earlier ones left in --out is picked up"),
+        ("--resume", False, YES_OR_NO, "go on from the last checkpoint in --out"),
+        ("--plan", False, YES_OR_NO, "print tasks, tokens, steps and memory, and exit"),
+        ("--smoke", False, YES_OR_NO, "every stage of every arm on a tiny random model; needs no GPU"),
+        ("--goals", list(REWARD_TOKENS), list(REWARD_TOKENS), "reward tokens to evaluate under"),
+    ],
+    "arm": [
+        ("--model", "Qwen/Qwen2.5-7B-Instruct", words, "causal LM with a chat template: hub name or folder"),
+        ("--init", "rctp", ["rctp", "sft", "none"], "stage 1: reward-conditioned, on experts alone, or none"),
+        ("--rl", "rc-grpo", ["rc-grpo", "grpo", "none"],
+         "stage 2: a reward token drawn for each rollout, plain GRPO, or none"),
+        ("--split", "grouped", ["grouped", "paper"], "training and test tasks: without leak, or the paper's"),
+        ("--protocol", "combined", ["combined", "turns"], "the paper's one prompt, the leaderboard's turns"),
+        ("--limit", 0, FROM_0, "keep X training and X test tasks, of the shortest tool lists; 0: all"),
+        ("--seed", 0, FROM_0, "of everything random"),
+    ],
+    "stage 1": [
+        ("--stage1", None, words, "start stage 2 from the stage-1 model in this folder; train none"),
+        ("--failures", "rollout", ["rollout", "corrupt"],
+         "failures for RCTP: of the base model, topped up by corrupted experts; or only those"),
+        ("--failure-temperature", 0.7, TEMPERATURE, "of the base model's rollouts that become failures"),
+        ("--stage1-lr", 1e-5, RATE, "learning rate of stage 1"),
+        ("--stage1-batch", 16, COUNT, "trajectories per step of stage 1"),
+        ("--epochs", None, COUNT, "passes over the data; default: the paper's, 5 for rctp, 2 for sft"),
+    ],
+    "stage 2": [
+        ("--lr", 1e-6, RATE, "learning rate of stage 2"),
+        ("--batch", None, COUNT, "tasks per step; default: the paper's, 256 for rc-grpo, 64 for grpo"),
+        ("--steps", 400, COUNT, "batches of tasks in all"),
+        ("--updates", 1, COUNT, "optimizer steps on each batch"),
+        ("--group-size", 5, COUNT, "G, rollouts per task"),
+        ("--p-high", 0.5, SHARE, "p, probability of the high reward token"),
+        ("--stratified", False, YES_OR_NO, "exactly round(pG) high reward tokens in every group"),
+        ("--temperature", 1.0, TEMPERATURE, "of the rollouts"),
+        ("--beta", 0.1, WEIGHT, "weight of the KL to the stage-1 model; 0: no such model is kept"),
+        ("--clip", 0.2, BOUND, "clip range of the ratio; does something only with --updates above 1"),
+        ("--ratio", "token", ["token", "trajectory"], "one rho per token or per trajectory"),
+    ],
+    "both stages": [
+        ("--max-grad-norm", 1.0, BOUND, "gradient clipping"),
+        ("--max-tokens", 16384, COUNT, "length limit of a trajectory; longer: truncated, reward 0"),
+        ("--max-new-tokens", 1024, COUNT, "length limit of one action; longer: truncated, reward 0"),
+        ("--max-turns", 30, COUNT, "assistant turns per rollout; more: truncated, reward 0"),
+    ],
+    "memory and speed": [
+        ("--tokens-per-pass", 24576, COUNT, "tokens of one forward and backward pass in training"),
+        ("--rollout-tokens", 2**17, COUNT,
+         "tokens, padding included, in the plain sampler's cache; the other's has three times as many"),
+        ("--sampler", "auto", ["auto", "plain", "continuous"],
+         "plain loop or transformers' continuous batching; auto: the latter on a GPU with flash attention"),
+        ("--offload", False, YES_OR_NO, "keep weights and moments in the host's memory: fewer GPUs, slower"),
+        ("--checkpoint-every", 10, COUNT, "steps between checkpoints"),
+        ("--eval-every", 25, COUNT, "steps of stage 2 between evaluations on 40 fixed test tasks"),
+        ("--gpu", "h100", ["a100", "h100", "h200", "4090"], "the GPU that --plan estimates hours for"),
+    ],
+}
+BINDING = ("arm", "stage 1", "stage 2", "both stages")  # a run folder belongs to one value of each of these
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(usage="train_bfcl.py [flags]   (--help lists them)", description=__doc__,
+                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for block, flags in SETTINGS.items():
+        group = parser.add_argument_group(block + " (may change when a run goes on)" * (block not in BINDING))
+        for flag, default, values, meaning in flags:
+            shown = meaning if default is None else f"{meaning} (default: {default})"
+            if values is YES_OR_NO:
+                group.add_argument(flag, action="store_true", help=meaning)
+            elif isinstance(values, list):
+                several = "+" if isinstance(default, list) else None
+                group.add_argument(flag, default=default, choices=values, nargs=several, help=shown)
+            else:
+                group.add_argument(flag, default=default, type=values, metavar="X", help=shown)
+    s = parser.parse_args(argv)
+    s.epochs = s.epochs or {"rctp": 5, "sft": 2, "none": 1}[s.init]
+    s.batch = s.batch or {"rc-grpo": 256, "grpo": 64, "none": 1}[s.rl]
+    s.goals = list(dict.fromkeys(s.goals))
+    idle = f"--stage {s.stage} has nothing to do in the arm --init {s.init} --rl {s.rl} --stage1 {s.stage1}"
+    for refused, reason in (
+        (s.group_size < 2 and s.rl != "none", "--group-size needs at least 2: rollouts are compared"),
+        (s.stage1 and s.init == "none", "--stage1 with --init none: say how it was trained, rctp or sft"),
+        (s.stage in ("data", "stage1") and (s.init == "none" or s.stage1), idle),
+        (s.stage == "stage2" and s.rl == "none", idle),
+        (s.smoke and (s.plan or s.resume or s.stage1 or s.stage != "all"),
+         "--smoke runs every stage of its arms: leave out --plan, --resume, --stage and --stage1"),
+    ):
+        if refused:
+            parser.error(reason)
+    return s
+
+
+def binding_settings(s) -> dict:
+    names = [flag[2:].replace("-", "_") for block in BINDING for flag, *_ in SETTINGS[block]]
+    return {name: getattr(s, name) for name in names}
 
 
 # ===== 2. The pipeline ======================================================================================
-def pipeline(args, processes: Processes):
-    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already."""
-    train, test = choose_tasks(args)
-    args.tokenizer = load_tokenizer(args.stage1 or args.model)
-    chat_format(args.tokenizer)  # a template that cannot work says so now
-    add_reward_tokens(args.tokenizer)
-    shares = {"--stage1-batch": args.stage1_batch if args.init != "none" else 0, "--batch": args.batch if args.rl != "none" else 0}
-    if uneven := [f"{flag} {n}" for flag, n in shares.items() if n % processes.size]:
-        raise SystemExit(f"{' and '.join(uneven)} cannot be shared evenly by {processes.size} processes")
-    run = Run(args, processes)
-    if processes.rank == 0 and not args.smoke:
-        plan(args, train, test, processes.size, processes.cuda, memory_there(processes))
-    processes.gather([])
+def pipeline(s, processes: Processes, train_env=None):
+    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already.
 
-    load = lambda path: load_model(path, args.tokenizer, processes, checkpointing=processes.cuda)
-    start = Path(args.stage1) if args.stage1 else run.folder / "stage1" if args.init != "none" else None
-    if args.init != "none" and not args.stage1 and args.stage in ("all", "data", "stage1") and not start.exists():
-        data = make_data(args, run, train, lambda: load(args.model))
-        if args.stage != "data":
-            train_stage1(args, run, data, load(args.model))
-    if args.stage == "data":
-        return
-    start = start or Path(args.model)
-    if args.init != "none" and not start.exists():
-        raise SystemExit(f"there is no stage-1 model in {start}: run --stage stage1 first, or give --stage1 DIR")
-    final = run.folder / "model"
-    if args.rl != "none" and args.stage in ("all", "stage2") and not final.exists():
-        train_stage2(args, run, train, load(str(start)))
-    if args.stage in ("all", "eval"):
-        if args.rl != "none" and not final.exists():
-            raise SystemExit(f"there is no stage-2 model in {final}: run --stage stage2 first (or evaluate with --rl none)")
-        model = load(str(start if args.rl == "none" else final))
-        evaluate(args, run, test, processes.whole_copy(model) if processes.sharded else model)
-    if run.board:
-        run.board.close()
+    s: the settings.  train_env: in place of BFCLEnv in stage 2."""
+    train, test = choose_tasks(s.split, s.limit)
+    tokenizer = check_everything(s, processes.size)  # before --out is claimed
+    if processes.rank == 0 and not s.smoke:
+        plan(s, tokenizer, train, test, processes.size, processes.cuda, memory_there(processes))
+
+    with Run(s.out, binding_settings(s), processes, s.resume, s.checkpoint_every) as run:
+        stage1 = Path(s.stage1) if s.stage1 else run.folder / "stage1"
+        start = Path(s.model) if s.init == "none" else stage1
+        final = start if s.rl == "none" else run.folder / "model"
+        limits = {"max_turns": s.max_turns, "max_tokens": s.max_tokens}
+        both_stages = {"tokens_per_pass": s.tokens_per_pass, "max_grad_norm": s.max_grad_norm}
+        policy = partial(make_policy, tokenizer=tokenizer, sampler=s.sampler, max_new_tokens=s.max_new_tokens,
+                         cache_tokens=s.rollout_tokens)
+
+        def load(path):
+            return load_model(str(path), tokenizer, processes, checkpointing=processes.cuda)
+
+        def load_to_sample(path):
+            return processes.whole_copy(load(path)) if processes.sharded else load(path)
+
+        def base_policy():
+            generator = seeded(processes, s.seed, "failures", processes.rank)
+            return policy(load_to_sample(s.model), generator=generator, temperature=s.failure_temperature)
+
+        trained_here = s.init != "none" and not s.stage1
+        if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
+            data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
+                             base_policy=base_policy if s.failures == "rollout" else None)
+            if s.stage == "data":
+                return
+            train_stage1(run, data, load(s.model), tokenizer, s.epochs, s.stage1_batch, s.stage1_lr, s.seed,
+                         **both_stages)
+        if trained_here:
+            there_is(stage1, "stage1")
+        if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
+            make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
+            p = p_of_stage2(s.init, s.rl, s.p_high)
+            watch = partial(evaluate_some, processes, some_of(test), partial(BFCLEnv, protocol=s.protocol),
+                            partial(policy, temperature=0), tokenizer,
+                            REWARD_TOKENS[own_reward_token(s.init, s.rl)], limits)
+            train_stage2(run, train, load(start), tokenizer, make_env,
+                         partial(policy, temperature=s.temperature), s.steps, s.batch, s.lr, s.seed, limits,
+                         G=s.group_size, p=p, stratified=s.stratified, beta=s.beta, clip=s.clip,
+                         ratio=s.ratio, updates=s.updates, watch=watch, eval_every=s.eval_every,
+                         **both_stages)
+        if s.stage in ("all", "eval"):
+            if s.rl != "none":
+                there_is(final, "stage2")
+            evaluate(run, test, load_to_sample(final), tokenizer, partial(policy, temperature=0), limits,
+                     s.goals, s.split, s.protocol, *trained_arm(s))
 
 
-def memory_there(processes: Processes) -> int:
-    if processes.cuda:
-        return torch.cuda.mem_get_info(processes.device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
+def choose_tasks(split: str, limit: int) -> tuple[list[dict], list[dict]]:
+    def length(task):
+        return sum(len(tool.text) for tool in task_tools(task).values()), task["id"]
 
-
-def choose_tasks(args) -> tuple[list[dict], list[dict]]:
-    train, test = split_tasks(load_tasks(), args.split)
-    if args.limit:
-        length = lambda task: (sum(len(tool.text) for tool in task_tools(task).values()), task["id"])
-        train, test = sorted(train, key=length)[:args.limit], sorted(test, key=length)[:args.limit]
+    train, test = split_tasks(load_tasks(), split)
+    if limit:
+        train, test = sorted(train, key=length)[:limit], sorted(test, key=length)[:limit]
     return train, test
 
 
+def p_of_stage2(init: str, rl: str, p: float) -> float | None:
+    """P(high). Plain GRPO has one reward token for all its rollouts: high after RCTP, else none."""
+    if rl == "rc-grpo":
+        return p
+    return 1.0 if init == "rctp" else None
+
+
 # ===== 3. Data for stage 1 ==================================================================================
-def make_data(args, run: Run, train: list[dict], load) -> list[Trajectory]:
-    """Expert trajectories of the training tasks, and for RCTP as many failures (1:1), all with real observations.
+def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
+              conditioned: bool, base_policy) -> list[Trajectory]:
+    """Expert trajectories of the training tasks and, for RCTP (conditioned), as many failures.
 
-    Kept in data.jsonl and read from there the next time. `load` gives the base model when failures are its rollouts."""
-    file = run.folder / "data.jsonl"
-    if not file.exists():
-        mark, processes = HIGH if args.init == "rctp" else None, run.processes
-        experts = [play_script(task, expert_turns(task, args.protocol), mark, args)
-                   for task in tqdm(processes.mine(train), desc="expert trajectories", disable=processes.rank > 0)]
-        data = [t for t in experts if not t.truncated]
-        too_long = sum(processes.gather([len(experts) - len(data)]))
-        if bad := [t.group for t in data if t.reward != 1]:
-            raise SystemExit(f"expert trajectories of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
-        if args.init == "rctp":
-            data += make_failures(args, run, {t.group for t in data}, train, load)
-        data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
-        if not data:
-            raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens {args.max_tokens}: raise it")
-        run.say(f"data: {sum(t.reward == 1 for t in data)} expert and {sum(t.reward == 0 for t in data)} failure trajectories, "
-                f"{sum(len(t.ids) for t in data):,} tokens; left out, longer than --max-tokens: {too_long} tasks")
-        if processes.rank == 0:
-            write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
-        processes.gather([])
-    return [Trajectory(**json.loads(line)) for line in file.read_text().splitlines()]
+    Kept in data.jsonl, and read from there the next time. base_policy: () -> the base model as a policy; its
+    rollouts become failures. None: all are corrupted experts."""
+    file, processes = run.folder / "data.jsonl", run.processes
+
+    def expert(task):
+        reward_token = HIGH if conditioned else None
+        return play_script(task, protocol, expert_turns(task, protocol), reward_token, tokenizer, limits)
+
+    if file.exists():
+        return read_data(file, train, conditioned, len(tokenizer), expert)
+    mine = processes.mine(train)
+    experts = [expert(task) for task in tqdm(mine, "expert trajectories", disable=processes.rank > 0)]
+    data = [t for t in experts if not t.truncated]
+    too_long = sum(processes.gather([len(experts) - len(data)]))
+    if bad := [t.group for t in data if t.reward != 1]:
+        raise SystemExit(f"experts of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
+    if conditioned:
+        fitting = {t.group for t in data}
+        tasks = [task for task in mine if task["id"] in fitting]
+        data += make_failures(run, tasks, tokenizer, protocol, limits, seed, base_policy)
+    data = sorted(processes.gather(data), key=lambda t: (t.group, t.reward_token or ""))
+    if not data:
+        raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens "
+                         f"{limits['max_tokens']}: raise it")
+    good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
+    run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
+            f"longer than --max-tokens: {too_long} tasks")
+    if processes.rank == 0:
+        write_text(file, "".join(json.dumps(vars(t)) + "\n" for t in data))
+    processes.gather([])
+    return data
 
 
-def play_script(task: dict, texts: list[str], mark, args) -> Trajectory:
-    policy = scripted_policy(texts, args.tokenizer)
-    (trajectory,) = rollout([BFCLEnv(task, args.protocol)], [mark], policy, args.tokenizer, [task["id"]],
-                            args.max_turns, args.max_tokens)
+def play_script(task: dict, protocol: str, texts: list[str], reward_token, tokenizer, limits) -> Trajectory:
+    env, policy = BFCLEnv(task, protocol), scripted_policy(texts, tokenizer)
+    (trajectory,) = rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)
     return trajectory
 
 
-def make_failures(args, run: Run, wanted: set, train: list[dict], load) -> list[Trajectory]:
-    """One failure, R = 0, for every task in `wanted`: a rollout of the base model (--failures rollout), or a corrupted
-    expert where the model gives none."""
-    failures, tasks = {}, [task for task in train if task["id"] in wanted]
-    if args.failures == "rollout":
-        model = run.processes.whole_copy(load()) if run.processes.sharded else load()
-        policy = model_policy(model, args, args.failure_temperature, seeded(run.processes, args.seed, "failures",
-                                                                            run.processes.rank))
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        # The base model has never seen a mark, so it rolls out without one; the prompt is marked afterwards.
-        for env, t in zip(envs, rollout(envs, [None] * len(tasks), policy, args.tokenizer, [task["id"] for task in tasks],
-                                        args.max_turns, args.max_tokens) if tasks else []):
+def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
+                  base_policy) -> list[Trajectory]:
+    """One failure, R = 0, for each task: a rollout of the base model, or else a corrupted expert."""
+    failures, gather = {}, run.processes.gather
+    if base_policy is not None:
+        policy, envs = base_policy(), [BFCLEnv(task, protocol) for task in tasks]
+        # The base model never saw a reward token: it rolls out without one, and eq. 1 labels the rollout.
+        played = rollout(envs, [None] * len(tasks), policy, tokenizer, [task["id"] for task in tasks],
+                         **limits) if tasks else []
+        for env, t in zip(envs, played, strict=True):
             if t.reward == 0 and any(t.mask):
-                failures[t.group] = marked(t, env, LOW, args)
+                labelled = label_by_reward(t, env.log[:2], tokenizer)
+                if len(labelled.ids) <= limits["max_tokens"]:
+                    failures[t.group] = labelled
     from_model = len(failures)
-    for task in tqdm([task for task in tasks if task["id"] not in failures], desc="corrupted experts",
-                     disable=run.processes.rank > 0):
-        rng = random.Random(f"{args.seed} {task['id']}")
+    rest = [task for task in tasks if task["id"] not in failures]
+    for task in tqdm(rest, "corrupted experts", disable=run.processes.rank > 0):
+        rng, turns = random.Random(f"{seed} {task['id']}"), expert_turns(task, protocol)
         for _ in range(100):
-            t = play_script(task, corrupt_turns(task, expert_turns(task, args.protocol), rng), LOW, args)
+            t = play_script(task, protocol, corrupt_turns(task, turns, rng), LOW, tokenizer, limits)
             if t.reward == 0 and any(t.mask):
                 failures[task["id"]] = t
                 break
         else:
             raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
-    run.say(f"failures: {sum(run.processes.gather([from_model]))} rollouts of the base model, "
-            f"{sum(run.processes.gather([len(failures) - from_model]))} corrupted experts")
+    run.say(f"failures: {sum(gather([from_model]))} rollouts of the base model, "
+            f"{sum(gather([len(rest)]))} corrupted experts")
     return list(failures.values())
-
-
-def marked(trajectory: Trajectory, env: BFCLEnv, mark: str, args) -> Trajectory:
-    """The same actions and observations, id by id, behind a prompt that carries the mark."""
-    prompt = chat_format(args.tokenizer).prompt(env.log[:2], mark)
-    start = trajectory.mask.index(1)
-    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=[0] * len(prompt) + trajectory.mask[start:],
-                   reward_token=mark)
 
 
 # ===== 4. The two stages ====================================================================================
 def batches(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last batch of a pass is filled
-    up from its beginning: all batches, and so all processes' shares of them, have the same size."""
+    """The indices of batch number `step` when n items are shuffled anew in each pass. The last is filled up
+    from the beginning of the pass: all batches, and so all processes' shares of them, have one size."""
     passed, number = divmod(step, math.ceil(n / batch))
     order = list(range(n))
     random.Random(f"{seed} {name} {passed}").shuffle(order)
     return [order[(number * batch + i) % n] for i in range(batch)]
 
 
-def train_stage1(args, run: Run, data: list[Trajectory], model):
-    optimizer = torch.optim.AdamW(model.parameters(), args.stage1_lr, weight_decay=0)
-    steps = math.ceil(len(data) / args.stage1_batch) * args.epochs
-    done = run.resume("stage1", model, optimizer, args.resume)
-    run.forget_after("stage1", done)
-    bar = tqdm(range(done, steps), desc="stage 1", initial=done, total=steps, disable=run.processes.rank > 0)
-    for step in bar:
-        rows = run.processes.mine(batches(len(data), args.stage1_batch, step, args.seed, "stage1"))
-        metrics = rctp_step(model, optimizer, [data[row] for row in rows], args.rows_per_pass, args.max_grad_norm,
-                            run.processes.gather)
-        run.log("stage1", step, metrics)
-        bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
-        watch_skips(run, "stage1", step, metrics, [data[row] for row in rows])
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < steps:
-            run.save("stage1", step + 1, model, optimizer)
-    run.finish("stage1", model, args.tokenizer)
+def train_stage1(run: Run, data: list[Trajectory], model, tokenizer, epochs: int, batch: int, lr: float,
+                 seed: int, **step_settings):
+    """RCTP, or SFT where no trajectory has a reward token. step_settings: keywords of `rctp_step`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
+    steps = math.ceil(len(data) / batch) * epochs
+    for step in run.steps("stage1", steps, model, optimizer):
+        rows = run.processes.mine(batches(len(data), batch, step, seed, "stage1"))
+        trajectories = [data[row] for row in rows]
+        metrics = rctp_step(model, optimizer, trajectories, gather=run.processes.gather, **step_settings)
+        run.log("stage1", step, metrics, trajectories)
+        run.bar.set_postfix_str(f"loss {metrics['loss']:.4f}")
+    run.finish("stage1", model, tokenizer)
 
 
-def train_stage2(args, run: Run, train: list[dict], model):
-    processes, p = run.processes, {"rc-grpo": args.p_high, "grpo": 1.0 if args.init == "rctp" else None}[args.rl]
-    ref_model = copy.deepcopy(model).requires_grad_(False) if not processes.sharded else processes.whole_copy(model)
+def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy, steps: int, batch: int,
+                 lr: float, seed: int, limits: dict, beta: float, G: int, watch, eval_every: int,
+                 **step_settings):
+    """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`.
+
+    watch: (model) -> metrics of test tasks, asked for before every eval_every-th step."""
+    processes = run.processes
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
+    ref_model = processes.reference(model) if beta else None  # the stage-1 model: no checkpoint is loaded yet
     actor = processes.whole_copy(model) if processes.sharded else model
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
-    done = run.resume("stage2", model, optimizer, args.resume)
-    run.forget_after("stage2", done)
-    bar = tqdm(range(done, args.steps), desc="stage 2", initial=done, total=args.steps, disable=processes.rank > 0)
-    for step in bar:
+    for step in run.steps("stage2", steps, model, optimizer):
         if actor is not model:
             processes.refresh(actor, model)
-        key = (args.seed, "stage2", step, processes.rank)
-        tasks = [train[i] for i in processes.mine(batches(len(train), args.batch, step, args.seed, "stage2"))]
-        policy = model_policy(actor, args, args.temperature, seeded(processes, *key, "sample"))
-        limits = {"max_turns": args.max_turns, "max_tokens": args.max_tokens,
-                  "progress": lambda n: bar.set_postfix_str(f"rollouts still open {n}")}
-        metrics, trajectories = rcgrpo_step(
-            model, ref_model, optimizer, tasks, lambda task: BFCLEnv(task, args.protocol), policy, args.tokenizer,
-            G=args.group_size, p=p, stratified=args.stratified,
-            generator=torch.Generator().manual_seed(seeded(processes, *key, "marks").initial_seed()),
-            limits=limits, gather=processes.gather, temperature=args.temperature, clip=args.clip, beta=args.beta,
-            ratio=args.ratio, groups_per_pass=args.groups_per_pass, max_grad_norm=args.max_grad_norm,
-        )
-        run.log("stage2", step, metrics)
-        run.say(summary_line(step, args.steps, metrics))
-        watch_skips(run, "stage2", step, metrics, trajectories)
-        if (step + 1) % args.checkpoint_every == 0 and step + 1 < args.steps:
-            run.save("stage2", step + 1, model, optimizer)
-    run.finish("stage2", model, args.tokenizer)
-
-
-def summary_line(step: int, steps: int, m: dict) -> str:
-    number = lambda value: "-" if value is None else f"{value:.3f}"
-    return (f"step {step + 1}/{steps}  reward {number(m['reward'])} (high {number(m['reward_high'])} low "
-            f"{number(m['reward_low'])})  sigma_g {number(m['sigma'])}  zero {m['zero_std']:.0%}  entropy "
-            f"{number(m['entropy'])}  KL {number(m['kl'])}  grad {number(m['grad_norm'])}  truncated {m['truncated']:.0%}  "
-            f"{m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s")
-
-
-def watch_skips(run: Run, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
-    """One non-finite gradient is skipped; three in a row end the run, with the batch and the numbers kept to look at."""
-    run.skips = run.skips + 1 if metrics["skipped"] else 0
-    if metrics["skipped"]:
-        run.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}); step skipped")
-    if run.skips == 3:
-        file = run.folder / f"non-finite-{stage}-{step}-rank{run.processes.rank}.jsonl"
-        write_text(file, "".join(json.dumps(line) + "\n" for line in [metrics, *map(vars, trajectories)]))
-        raise SystemExit(f"three steps in a row had a non-finite gradient: stopped. The last batch is in {file}")
+        key = seed, "stage2", step, processes.rank
+        tasks = [train[i] for i in processes.mine(batches(len(train), batch, step, seed, "stage2"))]
+        reward_token_seed = seeded(processes, *key, "reward tokens").initial_seed()
+        watched = watch(actor) if step % eval_every == 0 else {}
+        with rollout_bar("rollouts", len(tasks) * G, processes) as progress:
+            metrics, trajectories = rcgrpo_step(
+                model, ref_model, optimizer, tasks, make_env,
+                policy(actor, generator=seeded(processes, *key, "sample")), tokenizer, G=G, beta=beta,
+                generator=torch.Generator().manual_seed(reward_token_seed),
+                limits={**limits, "progress": progress}, gather=processes.gather, mine=processes.mine,
+                **step_settings,
+            )
+        run.say(summary_line(step, steps, {**metrics, **watched}))
+        run.log("stage2", step, {**metrics, **watched}, trajectories)
+    run.finish("stage2", model, tokenizer)
 
 
 # ===== 5. Evaluation ========================================================================================
-def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval for k successes of n."""
-    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
-    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
+def trained_arm(s) -> tuple[str, str]:
+    """(init, rl) of the model: of this run, or if nothing is trained here of the one that made --model."""
+    made = read_origin(s.model) if s.init == s.rl == "none" else None
+    return (made["init"], made["rl"]) if made else (s.init, s.rl)
 
 
-def evaluate(args, run: Run, test: list[dict], model):
-    """Greedy rollouts of the test tasks for each goal; eval.json, trajectories.jsonl, and a table."""
+def own_reward_token(init: str, rl: str) -> str:
+    """What an arm is used under: high if it was trained under reward tokens at all."""
+    return "high" if init == "rctp" or rl == "rc-grpo" else "none"
+
+
+def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict, goals: list[str], split: str,
+             protocol: str, init: str, rl: str) -> dict:
+    """Greedy rollouts of all test tasks under each goal: eval.json, trajectories.jsonl, a table.
+
+    policy: (model) -> a greedy policy.  init, rl: the arm that made the model."""
     lines = []
-    for goal in args.goals:
+    for goal in goals:
         tasks = run.processes.mine(test)
-        envs = [BFCLEnv(task, args.protocol) for task in tasks]
-        policy = model_policy(model, args, 0, seeded(run.processes, args.seed, "eval"))
-        with tqdm(desc=f"evaluation, goal {goal}", total=len(tasks), disable=run.processes.rank > 0) as bar:
-            played = rollout(envs, [GOALS[goal]] * len(tasks), policy, args.tokenizer, None, args.max_turns, args.max_tokens,
-                             progress=lambda n: bar.update(len(tasks) - n - bar.n)) if tasks else []
-        lines += [{"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
-                   "reason": "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason,
-                   "calls": env.calls, "messages": env.log} for task, env, t in zip(tasks, envs, played)]
+        envs = [BFCLEnv(task, protocol) for task in tasks]
+        with rollout_bar(f"evaluation, {goal}", len(tasks), run.processes) as progress:
+            played = rollout(envs, [REWARD_TOKENS[goal]] * len(tasks), policy(model), tokenizer, **limits,
+                             progress=progress) if tasks else []
+        for task, env, t in zip(tasks, envs, played, strict=True):
+            reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
+            lines.append({"id": task["id"], "goal": goal, "reward": t.reward, "truncated": t.truncated,
+                          "reason": reason, "calls": env.calls, "messages": env.log})
     lines = run.processes.gather(lines)
-    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in args.goals}
+    results = {goal: tally([line for line in lines if line["goal"] == goal]) for goal in goals}
+    arm, own = f"{init} + {rl}", own_reward_token(init, rl)
     if run.processes.rank == 0:
+        report = {"arm": arm, "reward_token": own, "split": split, "protocol": protocol, "goals": results}
         write_text(run.folder / "trajectories.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        write_text(run.folder / "eval.json", json.dumps({"arm": arm(args), "split": args.split, "protocol": args.protocol,
-                                                         "goals": results}, indent=1) + "\n")
-    run.say("\n" + table(arm(args), results))
+        write_text(run.folder / "eval.json", json.dumps(report, indent=1) + "\n")
+    run.say("\n" + table(arm, results, own))
     return results
 
 
-def tally(lines: list[dict]) -> dict:
-    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
-    of = {category: [line for line in lines if f"multi_turn_{category}_" in line["id"]] for category in CATEGORIES}
-    counts = {name: (sum(line["reward"] == 1 for line in part), len(part)) for name, part in
-              {"overall": lines, **of}.items() if part}
-    return {name: {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)} for name, (k, n) in counts.items()}
+# ===== 6. The benchmark: tasks and splits ===================================================================
+import ast
+import atexit
+import functools
+import importlib
+import importlib.metadata
+import importlib.resources
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+BFCL_VERSION = "2026.3.23"
+CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
 
 
-def table(name: str, results: dict) -> str:
-    """The paper's columns; k/n beside each percentage, because n is small."""
-    rows = [["arm", "goal", "overall", "95 % interval", *CATEGORIES]]
-    for goal, tallied in results.items():
-        low, high = tallied["overall"]["wilson95"]
-        cell = lambda c: f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
-        rows.append([name, goal, cell(tallied["overall"]), f"{100 * low:.1f} - {100 * high:.1f}",
-                     *(cell(tallied.get(category)) for category in CATEGORIES)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
-
-
-GOALS = {"high": HIGH, "low": LOW, "none": None}
-
-
-def arm(args) -> str:
-    return f"{args.init} + {args.rl}"
-
-
-# ===== 6. Tasks and splits ==================================================================================
 def bfcl_data():
-    """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is missing or another version."""
+    """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is not as needed."""
     try:
         version = importlib.metadata.version("bfcl-eval")
     except importlib.metadata.PackageNotFoundError:
-        version = None
+        version = "no version"
     if version != BFCL_VERSION:
-        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}; {version or 'no version'} is installed. Its pinned "
-                           f"dependencies are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
+        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}; {version} is installed. Its dependencies "
+                           f"are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
     return importlib.resources.files("bfcl_eval") / "data"
 
 
@@ -410,14 +433,16 @@ def read_lines(path) -> list[dict]:
 
 
 def load_tasks() -> list[dict]:
-    """The 800 multi-turn tasks by category and number: the benchmark's entries untouched, plus "ground_truth", the
-    gold calls as Python call strings, turn by turn."""
-    data, tasks = bfcl_data(), []
+    """The 800 multi-turn tasks by category and number: the benchmark's entries untouched, and "ground_truth":
+    the gold calls as Python call strings, turn by turn."""
+    data = bfcl_data()
+    tasks = []
     for category in CATEGORIES:
         file = f"BFCL_v4_multi_turn_{category}.json"
-        gold = {entry["id"]: entry["ground_truth"] for entry in read_lines(data / "possible_answer" / file)}
-        tasks += [{**entry, "ground_truth": gold[entry["id"]]}
-                  for entry in sorted(read_lines(data / file), key=task_number)]
+        answers = read_lines(data / "possible_answer" / file)
+        gold = {answer["id"]: answer["ground_truth"] for answer in answers}
+        for entry in sorted(read_lines(data / file), key=task_number):
+            tasks.append({**entry, "ground_truth": gold[entry["id"]]})
     return tasks
 
 
@@ -427,15 +452,15 @@ def task_number(task: dict) -> int:
 
 
 def gold_list(task: dict) -> tuple:
-    """All gold calls in order, without turn boundaries: an empty turn is often all that the categories change."""
+    """All gold calls in order, without turns: often an empty turn is all that a category changes."""
     return tuple(call for turn in task["ground_truth"] for call in turn)
 
 
 def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
     """(train, test), a tenth in test, always the same one.
 
-    "grouped": tasks that share a number or a gold list stay on one side: nothing in test was seen in training.
-    "paper": the paper's, a seeded shuffle of single tasks; `leaked` counts how much of its test is in training."""
+    "grouped": tasks that share a number or a gold list stay on one side; training sees nothing of test.
+    "paper": the paper's, a seeded shuffle of single tasks; `leaked` counts what training sees of test."""
     size = round(len(tasks) / 10)
     if kind == "paper":
         shuffled = list(tasks)
@@ -443,9 +468,10 @@ def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
         return shuffled[size:], shuffled[:size]
     if kind != "grouped":
         raise ValueError(f"the split is 'grouped' or 'paper', not {kind!r}")
-    groups, held_out = group_tasks(tasks), set()
+    groups = group_tasks(tasks)
     random.Random(0).shuffle(groups)
-    for group in groups:  # a group holds all four categories of its numbers, so the balance comes by itself
+    held_out = set()
+    for group in groups:  # all four categories of its numbers: the balance comes by itself
         if len(held_out) + len(group) <= size:
             held_out |= {task["id"] for task in group}
     return [t for t in tasks if t["id"] not in held_out], [t for t in tasks if t["id"] in held_out]
@@ -453,7 +479,7 @@ def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
 
 def group_tasks(tasks: list[dict]) -> list[list[dict]]:
     """The connected components of "same number or same gold list" (union-find)."""
-    parent, groups = {}, {}
+    parent = {}
 
     def root(node):
         while parent.setdefault(node, node) != node:
@@ -462,6 +488,7 @@ def group_tasks(tasks: list[dict]) -> list[list[dict]]:
 
     for task in tasks:
         parent[root(task_number(task))] = root(gold_list(task))
+    groups = {}
     for task in tasks:
         groups.setdefault(root(task_number(task)), []).append(task)
     return list(groups.values())
@@ -473,14 +500,14 @@ def leaked(train: list[dict], test: list[dict]) -> int:
     return sum(gold_list(task) in seen for task in test)
 
 
-# ===== 7. Tools and the prompt that shows them ==============================================================
-SYSTEM_PROMPT = ("You complete the user's requests by calling tools. Look things up instead of guessing, and use only "
-                 "the tools that are listed.")
+# ===== 7. The benchmark: tools and the prompt that shows them ===============================================
+SYSTEM_PROMPT = ("You complete the user's requests by calling tools. Look things up instead of guessing, "
+                 "and use only the tools that are listed.")
 CLOSING = "\n\nComplete all steps with the tools, in this order, and call done() at the end."
 DONE = json.dumps({"type": "function", "function": {
     "name": "done", "description": "Say that all steps are complete; this ends the conversation.",
     "parameters": {"type": "object", "properties": {}, "required": []}}})
-JSON_TYPES = {"dict": "object", "float": "number"}  # the two type names in the docs that JSON schema does not know
+JSON_TYPES = {"dict": "object", "float": "number"}  # the two type names in the docs that JSON schema lacks
 
 
 class Tool(NamedTuple):
@@ -491,13 +518,15 @@ class Tool(NamedTuple):
 
 
 def json_schema(node):
-    """The docs with JSON-schema types at every depth (B6). A parameter that is called "type" has a dict there."""
+    """The docs with JSON-schema types at every depth. A parameter that is called "type" has a dict there."""
     if isinstance(node, list):
         return [json_schema(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {key: JSON_TYPES.get(value, value) if key == "type" and isinstance(value, str) else json_schema(value)
-            for key, value in node.items()}
+    schema = {key: json_schema(value) for key, value in node.items()}
+    if isinstance(node.get("type"), str):
+        schema["type"] = JSON_TYPES.get(node["type"], node["type"])
+    return schema
 
 
 def api_class(name: str) -> type:
@@ -510,9 +539,11 @@ def class_tools(api: str) -> dict[str, Tool]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as FILES
     tools = {}
     for doc in read_lines(bfcl_data() / "multi_turn_func_doc" / FILES[api]):
-        shown = {"name": doc["name"], "description": doc["description"], "parameters": json_schema(doc["parameters"])}
+        name = doc["name"]
+        parameters = json_schema(doc["parameters"])
+        shown = {"name": name, "description": doc["description"], "parameters": parameters}
         text = json.dumps({"type": "function", "function": shown}, ensure_ascii=False)
-        tools[doc["name"]] = Tool(doc["name"], api, text, inspect.signature(getattr(api_class(api), doc["name"])))
+        tools[name] = Tool(name, api, text, inspect.signature(getattr(api_class(api), name)))
     return tools
 
 
@@ -522,11 +553,13 @@ def task_tools(task: dict) -> dict[str, Tool]:
 
 
 def system_text(tools: list[str]) -> str:
-    """Our system prompt, then the tools in Hermes form: exactly what Qwen2.5's template writes for `tools=`. Written
-    out here, a template that ignores `tools` (Llama-3.1's does) shows its model the same (M2)."""
-    return (f"{SYSTEM_PROMPT}\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    """Our system prompt, then the tools in Hermes form: exactly what Qwen2.5's template writes for `tools=`.
+    Written out here, a template that ignores `tools` (Llama-3.1's does) shows its model the same."""
+    return (f"{SYSTEM_PROMPT}\n\n# Tools\n\n"
+            "You may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n"
-            f"{tools_text(tools)}\n\nFor each function call, return a json object with function name and arguments "
+            f"{tools_text(tools)}\n\n"
+            "For each function call, return a json object with function name and arguments "
             "within <tool_call></tool_call> XML tags:\n"
             '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
 
@@ -535,40 +568,75 @@ def tools_text(tools: list[str]) -> str:
     return "\n".join(["<tools>", *tools, "</tools>"])
 
 
-# ===== 8. Parsing what the model says =======================================================================
-BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+# ===== 8. The benchmark: parsing what the model says ========================================================
+MAX_DEPTH = 32  # nesting of a call's JSON; gold calls need 3
+CLOSING_TAG = "</tool_call>"
+TAG = re.compile(r"<tool_call>|<think>|</think>")
+THOUGHT_END = re.compile(r"</think>|\Z")
+BAD_BLOCK_END = re.compile(r"</tool_call>|(?=</think>)|\Z")
+# As far as JSON can reach: outside its strings there is no "<" and no backslash. No part of the pattern can
+# fail, so it never steps back; where two matches overlap, one takes for a string what the other takes for
+# code, so no character is in three of them. That makes the parser linear in the text.
+JSON_TEXT = re.compile(r'(?:[^"<\\]+|"(?:[^"\\]+|\\.)*"?)*', re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> list:
     """One item per <tool_call> block, in order: (name, arguments) or, for a malformed block, an error text.
 
-    A block reaches to the next closing tag and holds exactly one JSON object with a string "name". Nothing is repaired,
-    no type is changed. A last block without closing tag counts if the rest of the message is exactly one complete JSON
-    object (P1: a stop string may have eaten the tag; JSON cut in the middle cannot pass)."""
-    return [parse_block(match[1]) for match in BLOCK.finditer(text)]
+    '<tool_call>{"name": "ls"}</tool_call> and <tool_call>{oops</tool_call>' -> [("ls", {}), "Error: ..."]
+
+    A block holds exactly one JSON object with a string "name" and ends where that object ends: a tag inside
+    one of its strings is text. Nothing is repaired, no type is changed. A last block without closing tag
+    counts if the object is complete and nothing follows: a stop string may have eaten the tag. A malformed
+    block reaches to the next closing tag.
+
+    What is said in a thought does not run. It reaches from <think> to </think>, or to the message's end; a
+    </think> without <think> ends a thought that the prompt opened: all that was said before."""
+    items = []
+    position = 0
+    while tag := TAG.search(text, position):
+        position = tag.end()
+        if tag[0] == "<tool_call>":
+            item, position = parse_block(text, position)
+            items.append(item)
+        elif tag[0] == "</think>":
+            items = []
+        else:
+            position = THOUGHT_END.search(text, position).end()
+    return items
 
 
-def parse_block(content: str) -> tuple[str, dict] | str:
+def parse_block(text: str, start: int) -> tuple[tuple[str, dict] | str, int]:
+    """The item of the block whose opening tag ends at `start`, and where the block ends."""
+    end = JSON_TEXT.match(text, start).end()
     try:
-        call = strict_json(content)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError('a block must hold one JSON object with a string "name"')
-        if "arguments" in call and "parameters" in call:
-            raise ValueError('give "arguments" or "parameters", not both')
-        arguments = call.get("arguments", call.get("parameters"))
-        if arguments is None or arguments == "":  # three ways to say "none": missing, null, "" (P5)
-            arguments = {}
-        elif isinstance(arguments, str):  # the object as a string, as the OpenAI interface has it (P6)
-            arguments = strict_json(arguments)
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments must be one JSON object")
-        return call["name"], arguments
+        call = read_call(text[start:end])
+        if end < len(text) and not text.startswith(CLOSING_TAG, end):
+            raise ValueError(f"only {CLOSING_TAG} may follow the JSON object")
+        return call, end + len(CLOSING_TAG)
     except (ValueError, RecursionError) as error:
-        return f"Error: this tool call could not be read and was not run: {error}"
+        message = f"Error: this tool call could not be read and was not run: {error}"
+        return message, BAD_BLOCK_END.search(text, start).end()
+
+
+def read_call(content: str) -> tuple[str, dict]:
+    call = strict_json(content)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('a block must hold one JSON object with a string "name"')
+    if "arguments" in call and "parameters" in call:
+        raise ValueError('give "arguments" or "parameters", not both')
+    arguments = call.get("arguments", call.get("parameters"))
+    if arguments is None or arguments == "":  # three ways to say "none": missing, null, ""
+        arguments = {}
+    elif isinstance(arguments, str):  # the object as a string, as the OpenAI interface has it
+        arguments = strict_json(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments must be one JSON object")
+    return call["name"], arguments
 
 
 def strict_json(text: str):
-    """JSON with unique keys, finite numbers, whole characters and bounded depth; else ValueError or RecursionError."""
+    """JSON with unique keys, finite numbers, whole characters, little depth; Value- or RecursionError."""
     value = json.loads(text, object_pairs_hook=unique_keys)
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # refuses NaN, 1e999 and lone surrogates
     if depth(value) > MAX_DEPTH:
@@ -583,16 +651,21 @@ def unique_keys(pairs: list[tuple]) -> dict:
 
 
 def depth(value) -> int:
-    if not isinstance(value, (dict, list)):
-        return 0
-    return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
 
-# ===== 9. Running a call ====================================================================================
-def run_call(instance, name: str, arguments: dict) -> str:
-    """Run one method; the observation is the text that the benchmark's executor gives (B5): a string as it is, a dict
-    as JSON, the rest (None, lists, dicts with Decimal, mpf or complex) as Python's str, an exception as an error line.
-    The helper process below runs this same function, from its source."""
+# ===== 9. The benchmark: running a call =====================================================================
+CALL_SECONDS = 2  # CPU seconds of a call that might never end,
+CALL_BYTES = 2**30  # its memory,
+CALL_CHARACTERS = 10**6  # and its answer; gold calls of this kind get at most 2,830
+
+
+def run_call(instance, name: str, arguments: dict) -> str | None:
+    """Run one method; None if memory or stack ran out. The observation is the text that the benchmark's
+    executor gives: a string as it is, a dict as JSON, the rest (None, lists, dicts with Decimal, mpf or
+    complex) as Python's str, an exception as an error line, for the model to read."""
     try:
         result = getattr(instance, name)(**arguments)
         if isinstance(result, dict):
@@ -601,58 +674,89 @@ def run_call(instance, name: str, arguments: dict) -> str:
             except (TypeError, ValueError):
                 pass
         return str(result)
-    except Exception as error:  # whatever a simulated API raises is news for the model, not for us (R7)
+    except (MemoryError, RecursionError):
+        return None
+    except Exception as error:
         return f"Error during execution: {error}"
 
 
-class CallWorker:
-    """A helper process for calls that may never end or eat all memory: MathAPI's, and the two that walk a file tree
-    (copies share folders: few calls make endlessly many paths). None of them changes a state, so a copy will do.
+def serve_calls(seconds: int, memory: int, characters: int):
+    """The life of the helper process: read a call, let a child run it, answer with a line of JSON. How the
+    line ends says whether the child came to its end. Every child starts from the same process, so no call
+    meets what others left behind: memory, the decimal context, the precision of mpmath. Near the limit of
+    memory Python fails in many ways, and APIs may hide it: a call is stopped if it used more than half."""
+    import resource
+    import signal
+    questions = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the calls there is no input,
+    os.dup2(2, 1)  # and what they print is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business
+    for name in (signal.SIGPROF, signal.SIGPIPE):  # the end of the time, and of the parent
+        signal.signal(name, signal.SIG_DFL)
+    unit = 1  # of ru_maxrss, in bytes
+    if sys.platform == "linux":
+        unit = 1024
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    while True:
+        try:
+            call = pickle.load(questions)
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                observation = run_call(*call)
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+                if observation is not None and len(observation) <= characters and peak <= memory // 2:
+                    answers.write(json.dumps(observation))
+                    answers.flush()
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        answers.write("\n" if status == 0 else " stopped\n")
+        answers.flush()
 
-    10 ** 10 ** 8 is one C call that no signal handler and no thread can stop, but a process can be killed: the kernel
-    does it when its CPU timer runs out, so a busy machine changes nothing. The helper also keeps the decimal context
-    of these calls away from ours (B4). It starts at first use, serves all environments of this process, and ends when
-    its input closes, however its parent ended."""
-    PROGRAM = f"""
-import decimal, json, pickle, resource, signal, sys
-{inspect.getsource(run_call)}
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business
-signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the end of the process
-if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, ({CALL_BYTES}, {CALL_BYTES}))
-while True:
-    try:
-        call = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        break
-    decimal.setcontext(decimal.Context())
-    signal.setitimer(signal.ITIMER_PROF, {CALL_SECONDS})
-    observation = run_call(*call)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    print(json.dumps(observation), flush=True)
-"""
-    process = None
+
+class CallWorker:
+    """A helper process for calls that may never end or eat all memory: MathAPI's, and the two that walk a
+    file tree (copies share folders: few calls make endlessly many paths). None changes a state: copies do.
+
+    10 ** 10 ** 8 is one C call that no signal handler and no thread can stop, but a process can be killed:
+    the kernel does it when its CPU timer runs out, so a busy machine changes nothing. The helper starts at
+    first use, serves all environments of this process, and ends with it, however it ends."""
+    PROGRAM = "\n".join([
+        "import json, os, pickle, sys", inspect.getsource(run_call), inspect.getsource(serve_calls)])
+
+    def __init__(self, limits=(CALL_SECONDS, CALL_BYTES, CALL_CHARACTERS)):
+        self.limits = limits
+        self.process = None
+        self.thread = ThreadPoolExecutor(1)
 
     def run(self, instance, name: str, arguments: dict) -> str | None:
-        """The observation, or None if the call was stopped."""
+        """The observation, or None if the call was stopped. A thread of its own asks: one question at a time,
+        whatever threads environments run in, and always with the same room on the stack for deep folders."""
+        return self.thread.submit(self._ask, instance, name, arguments).result()
+
+    def _ask(self, *call) -> str | None:
         try:
-            request = pickle.dumps((instance, name, arguments))
+            request = pickle.dumps(call)
         except RecursionError:  # folders hundreds deep
             return None
         if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, "-c", self.PROGRAM]
+            command = [sys.executable, "-c", f"{self.PROGRAM}\nserve_calls{self.limits}"]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        answer = b""
         try:
             self.process.stdin.write(request)
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
-            pass
-        finally:
-            if not answer:  # killed by its limits, or we were interrupted; an answer must not meet the next question
-                self.close()
-        return json.loads(answer) if answer else None
+            answer = b""
+        if not answer.endswith(b"\n"):  # the helper itself died: the next call gets another
+            self.close()
+        return json.loads(answer) if answer.endswith(b'"\n') else None
 
     def close(self):
         if self.process is not None:
@@ -662,35 +766,34 @@ while True:
 
 WORKER = CallWorker()
 atexit.register(WORKER.close)
+os.register_at_fork(after_in_child=WORKER.__init__)  # a helper answers one process
 
 
-def execute(instances: dict, tool: Tool, arguments: dict) -> tuple[str, bool | None]:
-    """(observation, ran): ran is True, False if the arguments do not fit the method, None if the call was stopped.
+def execute(instances: dict, tool: Tool, arguments: dict) -> str | None:
+    """The observation, or None if the call was stopped; TypeError if the arguments do not fit the method.
 
-    The method gets copies, also of its defaults: post_tweet stores its default list, mention() extends what is stored,
-    and so a tweet would reach the next rollout."""
+    The method gets copies, also of its defaults: post_tweet stores its default list, mention() extends what
+    is stored, and so a tweet would reach the next rollout."""
     instance = instances[tool.api]
-    try:
-        bound = tool.signature.bind(instance, **arguments)
-    except TypeError as error:
-        return f"Error during execution: {tool.name}: {error}", False
+    bound = tool.signature.bind(instance, **arguments)
     bound.apply_defaults()
-    arguments = pickle.loads(pickle.dumps({key: value for key, value in bound.arguments.items() if key != "self"}))
-    if tool.api != "MathAPI" and tool.name not in ("find", "du"):
-        return run_call(instance, tool.name, arguments), True
-    observation = WORKER.run(instance, tool.name, arguments)
-    if observation is None:
-        return f"Error during execution: {tool.name} was stopped, it needs too much time or memory", None
-    return observation, True
+    arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
+    arguments = pickle.loads(pickle.dumps(arguments))
+    if tool.api == "MathAPI" or tool.name in ("find", "du"):
+        return WORKER.run(instance, tool.name, arguments)
+    return run_call(instance, tool.name, arguments)
 
 
-# ===== 10. Gold =============================================================================================
+# ===== 10. The benchmark: gold ==============================================================================
 def gold_call(call: str, tools: dict[str, Tool]) -> tuple[str, dict]:
-    """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get their names (B7)."""
+    """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get names."""
     node = ast.parse(call.strip(), mode="eval").body
     name = node.func.id
-    arguments = dict(zip(list(tools[name].signature.parameters)[1:], map(ast.literal_eval, node.args)))
-    return name, arguments | {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+    parameters = list(tools[name].signature.parameters)[1:]
+    arguments = dict(zip(parameters, map(ast.literal_eval, node.args), strict=False))
+    for keyword in node.keywords:
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return name, arguments
 
 
 def gold_turns(task: dict) -> list[list[tuple[str, dict]]]:
@@ -706,24 +809,27 @@ class GoldTurn(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # tasks by content; the rollouts of one task come together
 def scenario(task_json: str) -> tuple[bytes, list[GoldTurn]]:
-    """(initial state, gold replay). States are pickles: every rollout unpickles a world of its own, with its random
-    generators, and nothing in it is shared (the long_context loader hands out module-level credit cards)."""
+    """(initial state, gold replay). States are pickles: every rollout unpickles a world of its own, with its
+    random generators, and nothing in it is shared (the long_context loader hands out module-level cards)."""
     from bfcl_eval.constants.executable_backend_config import STATELESS_CLASSES
     task = json.loads(task_json)
-    tools, instances, replay = task_tools(task), {api: api_class(api)() for api in task["involved_classes"]}, []
+    tools = task_tools(task)
+    instances = {api: api_class(api)() for api in task["involved_classes"]}
     for api, instance in instances.items():
         if api not in STATELESS_CLASSES:
-            instance._load_scenario(task["initial_config"].get(api, {}), long_context="long_context" in task["id"])
+            config = task["initial_config"].get(api, {})
+            instance._load_scenario(config, long_context="long_context" in task["id"])
     initial = pickle.dumps(instances)
     instances = pickle.loads(initial)
+    replay = []
     for calls in gold_turns(task):
-        observations = [execute(instances, tools[name], arguments)[0] for name, arguments in calls]
+        observations = [execute(instances, tools[name], arguments) for name, arguments in calls]
         replay.append(GoldTurn(calls, observations, pickle.dumps(instances)))
     return initial, replay
 
 
 def same_value(a, b) -> bool:
-    """The rule for equal arguments (B12): numbers by value, so 2 equals 2.0; a bool equals only a bool; strings
+    """The rule for equal arguments: numbers by value, so 2 equals 2.0; a bool equals only a bool; strings
     exactly; lists and dicts item by item."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
@@ -734,34 +840,53 @@ def same_value(a, b) -> bool:
     return a == b
 
 
-# ===== 11. Environment ======================================================================================
+def contains(arguments: dict, gold: dict) -> bool:
+    return all(key in arguments and same_value(arguments[key], value) for key, value in gold.items())
+
+
+# ===== 11. The benchmark: environment =======================================================================
+MAX_STEPS = 20  # messages with calls per user turn, as in the benchmark; "combined" pools those of all turns
+MAX_STOPPED = 2  # stopped calls that end an episode
+OBSERVATION_LIMIT = 6000  # characters of an observation that the model sees, in data and rollouts alike
+CUT_MARK = "\n[... the rest of this result was cut]"
+
+
 class BFCLEnv:
     """One task as an environment for `rollout`.
 
-    "combined": all user turns in one message, all tools from the start, done() to finish; a message without any tool
-                call ends the episode too. Reward: eq. 5.
-    "turns":    the leaderboard's protocol: user turn by user turn, miss_func's late tools announced in theirs; a
-                message without a readable call ends the turn. Reward: the verdict of the benchmark's checker.
-    `tools` are the tools shown at the moment, nothing else can be called; `calls` is what really ran; `reason` says why
-    the reward is what it is; `log` is the whole conversation, ready for JSON."""
+    "combined": all user turns in one message, all tools from the start, done() to finish; a message without
+                any tool call ends the episode too. Reward: eq. 5.
+    "turns":    the leaderboard's protocol: turn by turn, miss_func's late tools announced in theirs; a
+                message without a readable call ends the turn. Reward: what the benchmark's checker says.
+    `tools` are the tools shown at the moment, nothing else can be called; `calls` is what really ran;
+    `reason` says why the reward is what it is; `log` is the whole conversation, ready for JSON."""
 
     def __init__(self, task: dict, protocol: str = "combined"):
         if protocol not in ("combined", "turns"):
             raise ValueError(f"the protocol is 'combined' or 'turns', not {protocol!r}")
-        self.task, self.protocol = task, protocol
-        self._tools, (self._initial, self._gold) = task_tools(task), scenario(json.dumps(task))
+        self.task = task
+        self.protocol = protocol
+        self._tools = task_tools(task)
+        self._initial, self._gold = scenario(json.dumps(task))
+        self._excluded = set(task.get("excluded_function", []))
         self._begin()
 
     def _begin(self):
-        hidden = set(self.task.get("excluded_function", []))  # B8
+        hidden = set(self._excluded)
         if self.protocol == "turns":
             hidden.update(*self.task.get("missed_function", {}).values())
         self._shown = {name: tool.text for name, tool in self._tools.items() if name not in hidden}
         if self.protocol == "combined":
             self._shown["done"] = DONE
-        self.calls, self.log, self.reason = [], [], "the episode did not end"
-        self._turn, self._steps, self._observations, self._failure = 0, 0, [], None
-        self._instances, self._reward = None, None
+        self.calls = []
+        self.log = []
+        self.reason = "the episode did not end"
+        self._reward = None
+        self._failure = None  # of the first turn that failed
+        self._instances = None
+        self._observations = []  # whole, as the benchmark's checker wants them
+        self._turn = self._steps = self._stopped = 0
+        self._done = False
 
     @property
     def tools(self) -> list[dict]:
@@ -771,17 +896,24 @@ class BFCLEnv:
         """A fresh world and empty records; gives the system message and the first user message."""
         self._begin()
         self._instances = pickle.loads(self._initial)
-        self.log = [{"role": "system", "content": system_text(self._shown.values())}, self._open_turn()]
+        user = self._open_turn() if self.protocol == "turns" else self._open_combined()
+        self.log = [{"role": "system", "content": system_text(self._shown.values())}, user]
         return list(self.log)
 
     def step(self, text: str) -> list[dict] | None:
-        """Run the calls of one assistant message (its text without the end token). Gives one tool message per block,
-        followed in "turns" by the next user message where the turn is over; None when the episode is over."""
+        """Run the calls of one assistant message (its text without the end token). Gives one tool message per
+        block, in "turns" also the next user message where the turn is over; None when the episode is over."""
         if self._instances is None or self._reward is not None:
             raise RuntimeError("no episode is running: call reset() first")
         blocks = parse_tool_calls(text)
         self.log.append({"role": "assistant", "content": text, "calls": blocks})
-        messages = self._step_turns(blocks) if self.protocol == "turns" else self._step_combined(blocks)
+        messages = self._run(blocks)
+        if self._stopped == MAX_STOPPED:
+            self._reward, self.reason = 0.0, f"{MAX_STOPPED} calls had to be stopped"
+        elif self.protocol == "turns":
+            messages += self._after_turns_message(blocks)
+        else:
+            self._after_combined_message(blocks)
         self.log += messages
         return messages if self._reward is None else None
 
@@ -793,94 +925,110 @@ class BFCLEnv:
         """Forget the simulated world; reward, reason, calls and log stay."""
         self._instances = None
 
-    def _finish(self, failure: str | None):
-        self._reward, self.reason = (0.0, failure) if failure else (1.0, "ok")
-
     def _run(self, blocks: list) -> list[dict]:
-        """One tool message per block. After a call that was stopped the rest of the message is not run: no message
-        costs more than one time limit."""
-        messages, ran = [], True
+        """One tool message per block, up to done(). What follows a stopped call is not run: no message costs
+        more than one time limit."""
+        messages = []
+        stopped_before = self._stopped
         for block in blocks:
-            text = block
-            if not isinstance(block, str):
-                text, ran = self._call(*block) if ran is not None else ("Error: not run after a stopped call", None)
+            if isinstance(block, str):
+                text = block
+            elif self._stopped > stopped_before:
+                text = "Error: not run after a stopped call"
+            elif block[0] == "done" and "done" in self._shown:
+                self._done = True
+                break
+            else:
+                text = self._call(*block)
                 self._observations.append(text)
             if len(text) > OBSERVATION_LIMIT:
                 text = text[:OBSERVATION_LIMIT - len(CUT_MARK)] + CUT_MARK
             messages.append({"role": "tool", "content": text})
         return messages
 
-    def _call(self, name: str, arguments: dict) -> tuple[str, bool | None]:
-        """Only listed names run, looked up, never evaluated (B1). One exception: a gold call of the current turn runs
-        even if unlisted, as in the leaderboard: miss_func_49's gold needs `tail` two turns before it is announced."""
-        needed = {gold for gold, _ in self._gold[self._turn].calls} - set(self.task.get("excluded_function", []))
+    def _call(self, name: str, arguments: dict) -> str:
+        """Only listed names run, looked up, never evaluated. One exception: a gold call of the current turn
+        runs even if unlisted, as in the leaderboard: miss_func_49 needs `tail` before it is announced."""
+        needed = {gold for gold, _ in self._gold[self._turn].calls} - self._excluded
         if name not in self._shown and name not in needed:
-            return f"Error during execution: there is no tool named {name!r}", False
-        text, ran = execute(self._instances, self._tools[name], arguments)
-        if ran:
-            self.calls.append((name, arguments))
-        return text, ran
+            return f"Error during execution: there is no tool named {name!r}"
+        try:
+            observation = execute(self._instances, self._tools[name], arguments)
+        except TypeError as error:  # the arguments do not fit
+            return f"Error during execution: {name}: {error}"
+        if observation is None:
+            self._stopped += 1
+            return f"Error during execution: {name} was stopped, it needs too much time or memory"
+        self.calls.append((name, arguments))
+        return observation
 
-    def _open_turn(self) -> dict:
-        """The user message that opens the episode (combined) or the current turn; for a turn that brings late tools
-        it is their docs and the benchmark's fixed sentence (B9)."""
-        from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING as LATE
-        if self.protocol == "combined":
-            requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func has an empty turn
-            steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
-            return {"role": "user", "content": "\n".join(steps) + CLOSING}
-        late = self.task.get("missed_function", {}).get(str(self._turn))
-        if late is None:
-            return dict(self.task["question"][self._turn][0])
-        self._shown.update({name: self._tools[name].text for name in late})
-        return {"role": "user", "content": LATE.format(functions=tools_text([self._shown[name] for name in late]))}
+    # "combined"
+    def _open_combined(self) -> dict:
+        requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func: an empty turn
+        steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
+        return {"role": "user", "content": "\n".join(steps) + CLOSING}
 
-    def _step_combined(self, blocks: list) -> list[dict]:
-        names = [None if isinstance(block, str) else block[0] for block in blocks]
-        done = names.index("done") if "done" in names else len(blocks)
-        messages = self._run(blocks[:done])
+    def _after_combined_message(self, blocks: list):
         self._steps += 1
-        if not blocks or done < len(blocks):
-            self._finish(self._combined_failure())
-        elif self._steps >= MAX_STEPS * len(self._gold):
-            self._finish("step limit reached")
-        return messages
+        if self._done or not blocks:
+            self.reason = "ok"  # if both factors find it so
+            self._reward = float(self.R_state() * self.R_action())  # eq. 5
+        elif self._steps == MAX_STEPS * len(self._gold):
+            self._reward, self.reason = 0.0, "step limit reached"
 
-    def _combined_failure(self) -> str | None:
-        """What R_state or R_action of eq. 5 lacks, or None. The state is what the benchmark compares, the public
-        attributes of the instances."""
+    def R_state(self) -> bool:
+        """The final state is that of the gold replay: what the benchmark compares, all public attributes."""
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import state_checker
         verdict = state_checker(self._instances, pickle.loads(self._gold[-1].state))
         if not verdict["valid"]:
-            return f"final state: {verdict['error_message']}"
-        for name, gold in (call for turn in self._gold for call in turn.calls):
-            made = [arguments for other, arguments in self.calls if other == name]
-            if not any(all(key in arguments and same_value(arguments[key], value) for key, value in gold.items())
-                       for arguments in made):
-                return f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
-        return None
+            self.reason = f"final state: {verdict['error_message']}"
+        return verdict["valid"]
 
-    def _step_turns(self, blocks: list) -> list[dict]:
-        messages = self._run(blocks)
+    def R_action(self) -> bool:
+        """Every gold call was made, in any order: same name, gold's arguments equal, others may be there."""
+        for turn in self._gold:
+            for name, gold in turn.calls:
+                if not any(made == name and contains(arguments, gold) for made, arguments in self.calls):
+                    self.reason = f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
+                    return False
+        return True
+
+    # "turns"
+    def _open_turn(self) -> dict:
+        """The user message of the turn, or the docs of its late tools and the benchmark's sentence."""
+        from bfcl_eval.constants import default_prompts
+        late = self.task.get("missed_function", {}).get(str(self._turn))
+        if late is None:
+            return dict(self.task["question"][self._turn][0])
+        docs = {name: self._tools[name].text for name in late}
+        self._shown.update(docs)
+        template = default_prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+        return {"role": "user", "content": template.format(functions=tools_text(docs.values()))}
+
+    def _after_turns_message(self, blocks: list) -> list[dict]:
+        """What the user says next; nothing while the turn goes on or when the episode is over."""
         called = any(not isinstance(block, str) for block in blocks)
         self._steps += called
         if called and self._steps <= MAX_STEPS:
-            return messages
-        self._failure = self._failure or self._turn_failure()
+            return []
+        last = self._turn == len(self._gold) - 1
+        failure = self._turn_failure()
+        if called and not last:  # as in the leaderboard step 21 is still run, then the entry is given up
+            failure = failure or f"step limit reached in turn {self._turn}"
+        self._failure = self._failure or failure
+        if called or last:
+            self._reward = 0.0 if self._failure else 1.0
+            self.reason = self._failure or "ok"
+            return []
         self._turn += 1
         self._steps = 0
-        if self._turn == len(self._gold):
-            self._finish(self._failure)
-        elif called:  # like the leaderboard: step 21 of a turn is still run, then the entry is given up
-            self._finish(self._failure or f"step limit reached in turn {self._turn - 1}")
-        else:
-            messages.append(self._open_turn())
-        return messages
+        return [self._open_turn()]
 
     def _turn_failure(self) -> str | None:
-        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls: some call was
-        made, the state is the gold state, and all observations so far include the gold ones, whole, not as cut for the
-        model. A turn without gold calls is not tested, but what it changed stays changed."""
+        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls: some
+        call was made, the state is the gold state, and all observations so far, whole, not as cut for the
+        model, include the gold ones. A turn without gold calls is not tested; what it changed stays changed.
+        """
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import response_checker, state_checker
         gold = self._gold[self._turn]
         if not gold.calls:
@@ -893,89 +1041,151 @@ class BFCLEnv:
         return None if verdict["valid"] else f"turn {self._turn}: {verdict['error_message']}"
 
 
-# ===== 12. Experts and failures =============================================================================
+# ===== 12. The benchmark: experts and failures ==============================================================
 def calls_text(calls: list[tuple[str, dict]]) -> str:
     """Hermes blocks, in the layout that the system prompt shows."""
-    objects = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    texts = [json.dumps(call, ensure_ascii=False) for call in objects]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
 def expert_turns(task: dict, protocol: str) -> list[str]:
-    """What an expert says, so that playing it scores 1: one message per turn with its gold calls; then done() in
-    "combined"; in "turns" a sentence after each of them, and a sentence alone in a turn without gold calls."""
+    """What an expert says, so that playing it scores 1: one message per turn with its gold calls; then done()
+    in "combined"; in "turns" a sentence after each, and a sentence alone in a turn without gold calls."""
+    messages = []
+    for calls in gold_turns(task):
+        if calls:
+            messages.append(calls_text(calls))
+        if protocol == "turns":
+            messages.append("This is done." if calls else "For this I need another tool or more details.")
     if protocol == "combined":
-        return [calls_text(calls) for calls in gold_turns(task) if calls] + [calls_text([("done", {})])]
-    messages = [[calls_text(calls), "This is done."] if calls else ["For this I need another tool or more details."]
-                for calls in gold_turns(task)]
-    return sum(messages, [])
+        messages.append(calls_text([("done", {})]))
+    return messages
 
 
 CORRUPTIONS = ("wrong tool", "missing step", "early done", "wrong argument", "missing argument")
 
 
 def corrupt_turns(task: dict, turns: list[str], rng: random.Random) -> list[str]:
-    """An expert's messages with one mistake, in the same format, so that the reward token does not merely tell formats
-    apart. Not every mistake is a failure (a look-up can be left out in vain): run it and check R = 0.
+    """An expert's messages with one mistake, in the same format, so that the reward token does not merely
+    tell formats apart. Not every mistake is a failure (some look-ups are needless): run it and check R = 0.
 
-    wrong tool: the one whose parameters are most alike. missing step: one call left out. early done: this call and all
-    later ones left out. wrong argument: another value, a text from elsewhere in the plan. missing argument."""
-    plan = [parse_tool_calls(text) for text in turns]
-    places = [(i, j) for i, calls in enumerate(plan) for j, (name, _) in enumerate(calls) if name != "done"]
-    i, j = rng.choice(places)
-    name, arguments = plan[i][j]
+    wrong tool: the one whose parameters are most alike. missing step: one call left out. early done: this
+    call and all later ones left out. wrong argument: another value, a text from elsewhere in the plan."""
+    steps = []  # (number of the message, call)
+    for number, text in enumerate(turns):
+        steps += [(number, call) for call in parse_tool_calls(text) if call[0] != "done"]
+    with_steps = {number for number, _ in steps}
+    place = rng.randrange(len(steps))
+    number, (name, arguments) = steps[place]
     kind = rng.choice(CORRUPTIONS if arguments else CORRUPTIONS[:3])
-    changed = {place: [] for place in (places[places.index((i, j)):] if kind == "early done" else [(i, j)])}
     if kind == "wrong tool":
-        changed[i, j] = [(sibling_tool(task, name, arguments, rng), arguments)]
-    elif kind.endswith("argument"):
-        wrong, key = dict(arguments), rng.choice(list(arguments))
-        value = wrong.pop(key)
+        steps[place] = number, (sibling_tool(task, name, arguments, rng), arguments)
+    elif kind == "missing step":
+        del steps[place]
+    elif kind == "early done":
+        del steps[place:]
+    else:
+        key = rng.choice(list(arguments))
+        wrong = {other: value for other, value in arguments.items() if other != key}
         if kind == "wrong argument":
-            wrong[key] = wrong_value(value, [plan[a][b][1] for a, b in places], rng)
-        changed[i, j] = [(name, wrong)]
-    new_plan = [[new for b, call in enumerate(calls) for new in changed.get((a, b), [call])]
-                for a, calls in enumerate(plan)]
-    return [calls_text(new) if new else text  # a message that lost all its calls is not said at all
-            for text, calls, new in zip(turns, plan, new_plan) if new or not calls]
+            elsewhere = [value for _, (_, others) in steps for value in others.values()]
+            wrong[key] = wrong_value(arguments[key], elsewhere, rng)
+        steps[place] = number, (name, wrong)
+    texts = []
+    for number, text in enumerate(turns):
+        calls = [call for at, call in steps if at == number]
+        if calls:
+            texts.append(calls_text(calls))
+        elif number not in with_steps:  # a message that lost all its calls is not said at all
+            texts.append(text)
+    return texts
 
 
 def sibling_tool(task: dict, name: str, arguments: dict, rng: random.Random) -> str:
-    shared = {other: len(arguments.keys() & tool.signature.parameters.keys())
-              for other, tool in task_tools(task).items()
-              if other != name and other not in task.get("excluded_function", [])}
-    return rng.choice([other for other, count in shared.items() if count == max(shared.values())])
+    shared = {}
+    for other, tool in task_tools(task).items():
+        if other != name and other not in task.get("excluded_function", []):
+            shared[other] = len(arguments.keys() & tool.signature.parameters.keys())
+    most = max(shared.values())
+    return rng.choice([other for other, count in shared.items() if count == most])
 
 
-def wrong_value(value, plan_arguments: list[dict], rng: random.Random):
+def wrong_value(value, elsewhere: list, rng: random.Random):
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
         return value + rng.choice((-1, 1, 10))
-    if isinstance(value, str):
-        texts = {text for arguments in plan_arguments for text in arguments.values() if isinstance(text, str)} - {value}
-        return rng.choice(sorted(texts)) if texts else value + "_2"
-    return value[:-1] if value and isinstance(value, list) else None
+    if isinstance(value, list) and value:
+        return value[:-1]
+    if not isinstance(value, str):
+        return None
+    texts = {other for other in elsewhere if isinstance(other, str)} - {value}
+    return rng.choice(sorted(texts)) if texts else value + "_2"
 
 
 # ===== 13. Many processes ===================================================================================
-# Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the model is
-# not sharded, and rollouts use the model itself.
-class Processes:
-    """This process among those that torchrun started. Every method that communicates is called by all of them."""
+import copy
+import fcntl
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import traceback
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
 
-    def __init__(self):
+import tokenizers
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import is_flash_attn_2_available
+
+from rcgrpo import add_reward_tokens, chat_format, context_length, model_policy, weights_version
+
+
+# Everything that serves more than one GPU. Run alone, on a CPU, all of it steps aside: gather is `list`, the
+# model is not sharded, and rollouts use the model itself.
+class Processes:
+    """This process among those that torchrun started. Methods that communicate are called by all of them.
+
+    offload: weights, gradients and moments stay in the host's memory; layers visit the device to compute."""
+
+    def __init__(self, offload: bool = False):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
-        self.sharded = self.cuda or self.size > 1
+        self.cuda, self.offload, self.device = torch.cuda.is_available(), offload, torch.device("cpu")
+        self.sharded = self.cuda or self.size > 1 or offload
         if self.cuda:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
+        patience = timedelta(hours=6)  # for the slowest rollout
         if self.sharded and not dist.is_initialized():
             alone = {} if self.size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             backend = "cpu:gloo,cuda:nccl" if self.cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(hours=6), **alone)  # ranks wait for the slowest rollout
-            self.objects = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # python objects need no GPU
-            atexit.register(dist.destroy_process_group)
+            dist.init_process_group(backend, timeout=patience, **alone)
+            if self.size == 1:  # with others, tearing down waits for them: for ever, if this process failed
+                atexit.register(dist.destroy_process_group)
+        if self.sharded:
+            self.objects = dist.new_group(backend="gloo", timeout=patience)  # python objects need no GPU
+            self.mesh = dist.init_device_mesh(self.device.type, (self.size,))
 
     def gather(self, items: list) -> list:
         """The concatenation of everybody's lists, in the order of the ranks, for everybody."""
@@ -988,328 +1198,500 @@ class Processes:
     def mine(self, items: list) -> list:
         return items[self.rank::self.size]
 
+    def attempt(self, action, kinds=(Exception, CheckpointException)):
+        """(what action() returns, ""), or if it failed in any process (None, the first error)."""
+        result, error = None, ""
+        try:
+            result = action()
+        except kinds as failure:
+            if isinstance(failure, CheckpointException):  # no Exception; it holds those of all processes
+                failure, _ = next(iter(failure.failures.values()))
+            error = f"{type(failure).__name__}: {failure}"
+        errors = [e for e in self.gather([error]) if e]
+        return (None, errors[0]) if errors else (result, "")
+
+    def together(self) -> dict:
+        """How torch.distributed.checkpoint is to talk to the others."""
+        return {"no_dist": True} if self.size == 1 else {"process_group": self.objects}
+
     def leave(self):
-        """End one of several processes when all have finished. Python's own teardown is left out: now and then gloo's
-        threads abort it ("terminate called without an active exception"), and torchrun reports a failure."""
+        """End one of several processes when all have finished."""
         self.gather([])
         if self.size > 1:
-            WORKER.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            self._end(0)
+
+    def fail(self, error: BaseException):
+        """End one of several processes that failed. The others may wait for it: torchrun ends them."""
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(error.code, str):
+            print(error, file=sys.stderr)
+        self._end(1)
+
+    def _end(self, code: int):
+        """Without Python's teardown, which waits for the others (NCCL) or now and then aborts (gloo)."""
+        WORKER.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def shard(self, model):
-        """FSDP2: every process holds 1/N of the fp32 weights, gradients and AdamW moments; the layers compute in bf16 on
-        a GPU. Gradients are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
+        """FSDP2: every process holds 1/N of weights, gradients and moments; a GPU computes in bf16. Gradients
+        are summed, not averaged: rcgrpo divides each term by the count of the whole batch."""
         if not self.sharded:
             return model
-        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.cuda else MixedPrecisionPolicy()
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.size,))
+        mixed = MixedPrecisionPolicy(self.compute_dtype(), torch.float32)
+        trained = any(p.requires_grad for p in model.parameters())
+        offload = CPUOffloadPolicy(pin_memory=self.cuda) if self.offload and trained else OffloadPolicy()
         for module in [*model.get_decoder().layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=mixed)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            fully_shard(module, mesh=self.mesh, mp_policy=mixed, offload_policy=offload)
+            if self.size > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         return model
 
     def whole_copy(self, model):
-        """A plain, frozen copy in the compute type, for rollouts or as pi_ref."""
+        """A plain, frozen copy in the compute type on the device, for rollouts."""
         config = copy.deepcopy(model.config)  # the copy has its own dtype and attention
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if self.cuda else torch.float32)
-        return self.refresh(plain.to(self.device).eval().requires_grad_(False), model)
+        with self.device:
+            plain = AutoModelForCausalLM.from_config(config, dtype=self.compute_dtype())
+        for target, source in zip(plain.buffers(), model.buffers(), strict=True):
+            target.data = target.data.to(source.dtype)  # a router's bias stays fp32
+        return self.refresh(plain.eval().requires_grad_(False), model)
+
+    def compute_dtype(self):
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    def reference(self, model):
+        """pi_ref: a frozen copy, sharded where there are others to share it with."""
+        copied = self.whole_copy(model) if self.sharded else copy.deepcopy(model).requires_grad_(False)
+        return self.shard(copied) if self.size > 1 else copied
 
     @torch.no_grad()
     def refresh(self, plain, model):
-        """Bring the copy up to date; parameters come in the same order, tied ones once."""
-        for target, source in zip(plain.parameters(), model.parameters(), strict=True):
-            target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+        """Bring the copy up to date; parameters and buffers come in the same order, tied ones once."""
+        targets, sources = [*plain.parameters(), *plain.buffers()], [*model.parameters(), *model.buffers()]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source.to(self.device).full_tensor() if isinstance(source, DTensor) else source)
         return plain
 
     def full_state(self, model) -> dict:
-        """The whole state dict on rank 0's CPU."""
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def local(value):
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def like(value, parameter):
-    """A saved local tensor of AdamW as what the optimizer needs: sharded as its parameter is."""
-    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or value.dim() == 0:
-        return value
-    return DTensor.from_local(value.to(local(parameter).device), parameter.device_mesh, parameter.placements,
-                              shape=parameter.shape, stride=parameter.stride())
+        """The state dict on rank 0's CPU, whole, without the second names of tied weights."""
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        every, once = (dict(model.named_parameters(remove_duplicate=unique)) for unique in (False, True))
+        return {name: tensor for name, tensor in state.items() if name in once or name not in every}
 
 
 # ===== 14. Models ===========================================================================================
 def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load a tokenizer from {path!r}: {error}\nGive --model the name of a model on the Hugging "
-                         "Face hub or a folder with config.json, weights and tokenizer.") from None
+    except Exception as error:  # a damaged file fails in many ways
+        raise SystemExit(f"cannot load a tokenizer from {path!r}, which must be a model on the hub "
+                         f"or a folder with config.json, weights, tokenizer: {first_line(error)}") from None
 
 
 def load_model(path: str, tokenizer, processes: Processes, checkpointing: bool):
-    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), reward tokens, then shards: in this order."""
+    """fp32 master weights (at lr 1e-6 a bf16 weight would not move), then reward tokens, then shards."""
     gc.collect()  # a sharded model of an earlier stage is part of reference cycles
     if processes.cuda:
         torch.cuda.empty_cache()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load a model from {path!r}: {error}") from None
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # a damaged file fails in many ways
+        raise SystemExit(f"cannot load a model from {path!r}: {first_line(error)}") from None
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise SystemExit(f"cannot load a model from {path!r}: no weights for {missing}")
     add_reward_tokens(tokenizer, model)
     if checkpointing:
         model.activation_checkpointing_enable()
     return processes.shard(model)
 
 
-def save_model(model, tokenizer, folder: Path, processes: Processes):
+def save_model(model, tokenizer, folder: Path, processes: Processes, origin: dict):
     """A Hugging Face checkpoint, complete or absent: written beside its name and renamed."""
-    state, dtype = processes.full_state(model), torch.bfloat16 if processes.cuda else torch.float32
-    once = {id(tensor): tensor.to(dtype) for tensor in state.values()}  # tied weights stay one tensor
+    dtype = processes.compute_dtype()
+    state = {name: tensor.to(dtype) for name, tensor in processes.full_state(model).items()}
 
     def write(part: Path):
-        model.save_pretrained(part, state_dict={name: once[id(tensor)] for name, tensor in state.items()})
+        model.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
         config = json.loads((part / "config.json").read_text())  # names the type of the master weights
-        write_text(part / "config.json", json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_text(part / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(part / "rcgrpo.json", json.dumps(origin, indent=2) + "\n")
 
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
-def model_policy(model, args, temperature: float, generator):
-    """The rollout policy of section 3 of rcgrpo.py: `sample`, over at most --rollout-tokens padded tokens at a time, or
-    continuous batching. That one is faster with flash attention and slower without, so it is chosen where that is."""
-    stop_ids = chat_format(args.tokenizer).stop_ids
-    if args.sampler == "continuous" or args.sampler == "auto" and model.device.type == "cuda" and is_flash_attn_2_available():
-        return continuous_policy(model, temperature, args.max_new_tokens, stop_ids, generator.initial_seed())
-
-    def policy(prompts):
-        parts = [[]]
-        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):  # all of a part are padded to its last
-            if parts[-1] and (len(parts[-1]) + 1) * (len(prompts[row]) + args.max_new_tokens) > args.rollout_tokens:
-                parts.append([])
-            parts[-1].append(row)
-        sampled = [None] * len(prompts)
-        for part in parts:
-            drawn = sample(model, [prompts[row] for row in part], temperature, args.max_new_tokens, stop_ids, generator)
-            for row, ids in zip(part, drawn):
-                sampled[row] = ids
-        return sampled
-
-    return policy
+def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
+    """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and
+    slower without: "auto" looks for that. Its cache is shared and not padded; three times as large, it holds
+    a step of the paper's on eight GPUs."""
+    flash = model.device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
+    if sampler == "plain" or sampler == "auto" and not flash:
+        return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
+    stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
+    return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens)
 
 
-def continuous_policy(model, temperature, max_new_tokens, stop_ids, seed, cache_tokens=2**18):
-    """A policy that draws what `sample` draws, but when an action ends, a waiting prompt takes its place at once.
+class ContinuousPolicy:
+    """Draws from what `rcgrpo.model_policy` draws from; when an action ends, a waiting prompt takes its
+    place.
 
-    model: a plain copy, not sharded; "rcgrpo" attention becomes "sdpa" (the library prefers flash where installed).
-    seed: fixes the draws of the first call, of the second, ...  cache_tokens: most tokens in the key-value cache.
-    The policy takes N lists of ids and returns N lists of ids. Raises RuntimeError if any of the N failed.
+    Keys and values of full pages are kept and found again: in the next turn, by the group's other rollouts.
+    model: a plain copy, not sharded.  seed: fixes the draws of the first call, of the second, ...
+    cache_tokens: most tokens whose keys and values are held.
+    N lists of ids -> N lists of ids. Raises RuntimeError if any of the N failed. `close` frees everything.
     """
-    # All that shapes the draws; the model's own generation config is not read. top_k 0 and top_p 1 cut nothing off.
-    draw = dict(temperature=float(temperature), top_k=0, top_p=1.0) if temperature else {}
-    generation = GenerationConfig(
-        do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids)
-    )
-    seeds, page = torch.Generator().manual_seed(seed), 256
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it warns every call; errors we raise
 
-    def policy(prompts):
-        if model.config._attn_implementation == "rcgrpo":
-            model.set_attn_implementation("sdpa")  # only implementations known to the library are accepted
-        lengths = [len(prompt) for prompt in prompts]
-        pages = sum(math.ceil((length + max_new_tokens) / page) for length in lengths)
-        config = ContinuousBatchingConfig(
-            seed=torch.randint(2**62, (), generator=seeds).item(),
-            page_size=page,
-            # What is needed (the scheduler keeps 15 % free), up to a limit; the default is 90 % of the free memory.
-            num_blocks=math.ceil(min(1.25 * pages, cache_tokens / page)),
-            max_batch_tokens=min(sum(lengths), 2048),  # without flash there is a mask of this times cache_tokens
-            disable_nccl_graph_mixing=False,  # is for tensor parallelism and would set an environment variable
-        )
-        hints = WorkloadHints(max(lengths), max_new_tokens, len(prompts))
-        training, outputs = model.training, {}
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # the library reseeds it
-            # A new manager every call: a kept one would reuse keys and values of old weights.
-            manager = model.init_continuous_batching(generation, config, hints)
-            requests = manager.add_requests(prompts)  # before start: timing must not decide which are drawn together
-            try:
-                manager.start()
+    PAGE = 256  # tokens; what flash attention reads in place
+
+    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19):
+        # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
+        draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
+        self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
+                                           eos_token_id=sorted(stop_ids))
+        self.model, self.temperature, self.max_tokens = model, temperature, context_length(model.config)
+        self.cache_tokens, self.seeds, self.manager = cache_tokens, torch.Generator().manual_seed(seed), None
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # errors are raised below
+
+    def __call__(self, prompts):
+        if self.manager and self.weights != weights_version(self.model):
+            self.close()  # what it keeps belongs to other weights
+        outputs, cuda = {}, [self.model.device] if self.model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(cuda):
+                manager = self.manager = self.manager or self._start(prompts)
+                with manager.pause():  # added at once: timing must not decide which are drawn together
+                    torch.manual_seed(torch.randint(2**62, (), generator=self.seeds).item())
+                    requests = manager.add_requests(prompts)
                 while len(outputs) < len(prompts):
                     if output := manager.get_result(timeout=1):
                         outputs[output.request_id] = output
                     elif not manager.is_running():
                         break
-            finally:
-                manager.stop(hard_stop=True)  # joins the thread, frees the cache
-                model.train(training)
-        errors = {output.error for output in outputs.values()} - {None}
-        if errors or len(outputs) < len(prompts):
-            cause = manager.background_thread_status.fatal_error
-            raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
+            errors = {output.error for output in outputs.values()} - {None}
+            if errors or len(outputs) < len(prompts):
+                cause = manager.background_thread_status.fatal_error
+                raise RuntimeError(f"continuous batching failed: {'; '.join(errors) or cause}") from cause
+        except BaseException:
+            self.close()
+            raise
         return [outputs[request].generated_tokens for request in requests]
 
-    return policy
+    def _start(self, prompts):
+        lengths, longest_action = [len(prompt) for prompt in prompts], self.generation.max_new_tokens
+        pages = sum(math.ceil((length + longest_action) / self.PAGE) for length in lengths)
+        config = ContinuousBatchingConfig(
+            page_size=self.PAGE,
+            # room for this turn and later ones, up to the limit; the default is 90 % of the free memory
+            num_blocks=math.ceil(min(4 * pages, self.cache_tokens / self.PAGE)),
+            max_batch_tokens=min(max(sum(lengths), self.PAGE), 2048),  # without flash: a mask of this x cache
+            disable_nccl_graph_mixing=False,  # for tensor parallelism; it would set an environment variable
+            seed=0,  # else it draws one
+        )
+        hints = WorkloadHints(max(lengths), longest_action, len(prompts))
+        self.weights, self.training = weights_version(self.model), self.model.training
+        manager = self.model.init_continuous_batching(self.generation, config, hints)
+        manager.start()
+        return manager
+
+    def close(self):
+        """Stop its thread and free its cache. The next call starts anew."""
+        manager, self.manager = self.manager, None
+        if manager:
+            manager.stop(hard_stop=True)
+            self.model.train(self.training)
+
+
+def evaluate_some(processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
+    """Success on a few test tasks along the way, with its 95 % interval. Only to be watched: the best
+    checkpoint by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
+    mine = processes.mine(tasks)
+    envs = [make_env(task) for task in mine]
+    played = rollout(envs, [reward_token] * len(mine), policy(model), tokenizer, **limits) if mine else []
+    k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
+    low, high = wilson(k, len(tasks))
+    return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
+
+
+def some_of(tasks: list[dict], n: int = 40) -> list[dict]:
+    """The same n tasks every time, from all categories."""
+    return tasks[::max(1, len(tasks) // n)][:n]
+
+
+@contextmanager
+def rollout_bar(name: str, total: int, processes: Processes):
+    """A bar with the time left; gives the `progress` for `rollout` that moves it."""
+    with tqdm(desc=name, total=total, unit="rollout", leave=False, disable=processes.rank > 0) as bar:
+        yield lambda still_open: bar.update(total - still_open - bar.n)
 
 
 def seeded(processes: Processes, *key) -> torch.Generator:
-    """A generator for this purpose, step and rank alone, so that a resumed run draws what an uninterrupted one draws."""
+    """A generator for this purpose, step and rank alone: a resumed run draws what it would have drawn."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator(processes.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 # ===== 15. The run folder: settings, metrics, checkpoints ===================================================
 def write_folder(folder: Path, write, processes: Processes):
-    """All processes call `write(temporary folder)`; if all succeed it gets its name, else nothing is left of it and the
-    run ends with a message. Two processes never write the same file."""
+    """All processes call `write(temporary folder)`; if all succeed it gets its name, else nothing is left of
+    it and the run ends with a message. Two processes never write the same file."""
     part = folder.with_name(f".{folder.name}.part")
     if processes.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     processes.gather([])
-    error = ""
-    try:
-        write(part)
-    except (OSError, RuntimeError, SafetensorError) as failure:  # torch.save says RuntimeError when a disk is full
-        error = f"{type(failure).__name__}: {failure}"
-    errors = [e for e in processes.gather([error]) if e]
+    kinds = OSError, RuntimeError, SafetensorError, CheckpointException
+    _, error = processes.attempt(lambda: write(part), kinds)
     if processes.rank == 0:
-        shutil.rmtree(part if errors else folder, ignore_errors=True)
-        if not errors:
+        shutil.rmtree(part if error else folder, ignore_errors=True)
+        if not error:
             part.rename(folder)
     processes.gather([])
-    if errors:
-        raise SystemExit(f"could not write {folder}: {errors[0]}\nNothing half-written was left. Make room, then run the "
-                         "same command with --resume: it goes on from the last checkpoint.")
+    if error:
+        raise SystemExit(f"could not write {folder}: {error}\nNothing half-written was left. Make room, then "
+                         "run the same command with --resume: it goes on from the last checkpoint.")
 
 
 class Run:
-    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json, ..."""
+    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json.
 
-    def __init__(self, args, processes: Processes):
-        self.folder, self.processes = Path(args.out), processes
+    A folder belongs to one run at a time, and to one set of settings. Leave it by `close` or `with`."""
+
+    def __init__(self, folder, settings: dict, processes: Processes, resume: bool = False,
+                 checkpoint_every: int = 10):
+        self.folder, self.settings, self.processes = Path(folder), settings, processes
+        self.wanted, self.checkpoint_every = resume, checkpoint_every
         self.checkpoints = self.folder / "checkpoints"
-        self.settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
         self.skips = 0  # steps skipped in a row
-        self._check_settings()
-        self.board = self._tensorboard()
+        self.lock = self.board = self.bar = None
+        refusal = ""
+        if processes.rank == 0:
+            try:
+                self._claim()
+            except SystemExit as error:
+                refusal = str(error)
+        if refusal := "".join(processes.gather([refusal])):
+            self.close()
+            raise SystemExit(refusal if processes.rank == 0 else 1)
 
-    def _check_settings(self):
-        """A folder belongs to one set of settings."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        for held in (self.lock, self.board):
+            if held:
+                held.close()
+
+    def _claim(self):
+        """Lock the folder, check what is in it, and tidy up after a run that was killed."""
+        self.lock = lock_folder(self.folder)
         file = self.folder / "config.json"
         if file.exists():
-            before = json.loads(file.read_text())
-            changed = [f"--{n.replace('_', '-')} was {before.get(n)!r}, now {v!r}" for n, v in self.settings.items()
-                       if before.get(n) != v]
+            before = read_object(file, f"move {self.folder} away, or choose another --out")
+            changed = [f"--{name.replace('_', '-')} was {before.get(name)!r}, now {value!r}"
+                       for name, value in self.settings.items() if before.get(name) != value]
             if changed:
-                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}.\nChoose another "
-                                 "--out, or repeat the settings of that run.")
-        self.processes.gather([])  # nobody writes before everybody has looked
-        if self.processes.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(self.settings, indent=1) + "\n")
+                raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
+                                 "Choose another --out, or repeat the settings of that run.")
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            self._steps_in(name)
+        for part in [*self.folder.glob(".*.part"), *self.checkpoints.glob(".*.part")]:
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        for stage, name in STAGE_FOLDER.items():
+            if (self.folder / name).exists():
+                self._remove_checkpoints(stage)
+        write_text(file, json.dumps(self.settings, indent=1) + "\n")
 
-    def _tensorboard(self):
+    def _steps_in(self, name: str) -> list[dict]:
+        """The lines of a metrics file, without a last one that is cut. A foreign line ends the run."""
+        places = [(-1, -1)]
+
+        def problem(line):
+            stage, step = line["stage"], line["step"]
+            if stage not in STAGES or type(step) is not int:
+                return "not a line of metrics"
+            places.append((STAGES.index(stage), step))
+            if places[-1] <= places[-2]:
+                return "a step that was there before"
+
+        return read_json_lines(self.folder / name, problem, "remove the line", drop_cut=True)
+
+    def steps(self, stage: str, steps: int, model, optimizer):
+        """The steps that are left to do, with a progress bar; checkpoints in between."""
+        done = self.resume(stage, model, optimizer, self.wanted)
+        self._forget_after(stage, done)
+        self.bar = tqdm(range(done, steps), stage, initial=done, total=steps, disable=self.processes.rank > 0)
+        for step in self.bar:
+            yield step
+            if (step + 1) % self.checkpoint_every == 0 and step + 1 < steps:
+                self.save(stage, step + 1, model, optimizer)
+
+    def log(self, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
+        """One line in metrics.jsonl, the same whenever the run is repeated (clocks: in timings.jsonl).
+
+        A gradient that is not finite was skipped; three in a row end the run, and the batch is kept."""
+        if self.processes.rank == 0:
+            clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
+            for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
+                                 ("timings.jsonl", clock)):
+                with open(self.folder / file, "a") as lines:
+                    lines.write(json_line({"stage": stage, "step": step, **values}))
+            self._show(stage, step, metrics)
+        self.skips = self.skips + 1 if metrics["skipped"] else 0
+        if self.skips:
+            self.say(f"{stage} step {step}: the gradient was not finite ({metrics['grad_norm']}): skipped")
+        if self.skips == 3:
+            file = self.folder / f"non-finite-{stage}-{step}-rank{self.processes.rank}.jsonl"
+            write_text(file, "".join(json_line(line) for line in [metrics, *map(vars, trajectories)]))
+            raise SystemExit("stopped: three steps in a row had a gradient that is not finite; the batch "
+                             f"is in {file}")
+
+    def _forget_after(self, stage: str, done: int):
+        """Drop the lines written after the last checkpoint; count the steps skipped just before it."""
+        self.skips = 0
+        if self.processes.rank == 0:
+            for name in ("metrics.jsonl", "timings.jsonl"):
+                lines = [line for line in self._steps_in(name)
+                         if line["stage"] != stage or line["step"] < done]
+                write_text(self.folder / name, "".join(map(json_line, lines)))
+            self._open_board()
+            for line in self._steps_in("metrics.jsonl"):
+                self.skips = self.skips + 1 if line["stage"] == stage and line.get("skipped") else 0
+        (self.skips,) = self.processes.gather([self.skips] if self.processes.rank == 0 else [])
+
+    def _open_board(self):
+        """TensorBoard shows what metrics.jsonl holds. Its folder is made anew: no point is there twice."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            return None
-        return SummaryWriter(str(self.folder / "tensorboard")) if self.processes.rank == 0 else None
-
-    def log(self, stage: str, step: int, metrics: dict):
-        """One line in metrics.jsonl, the same in every repetition of the run, and what a clock says in timings.jsonl."""
-        if self.processes.rank:
             return
-        clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
-        for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
-                             ("timings.jsonl", clock)):
-            with open(self.folder / file, "a") as lines:
-                lines.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
+        if self.board:
+            self.board.close()
+        shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
+        self.board = SummaryWriter(str(self.folder / "tensorboard"))
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            for line in self._steps_in(name):
+                self._show(line.pop("stage"), line.pop("step"), line)
+
+    def _show(self, stage: str, step: int, metrics: dict):
         for name, value in metrics.items() if self.board else ():
-            if value is not None:
+            if isinstance(value, (int, float)) and math.isfinite(value):
                 self.board.add_scalar(f"{stage}/{name}", value, step)
 
-    def forget_after(self, stage: str, step: int):
-        """Drop the lines that a run wrote after its last checkpoint, and a last line cut in the middle."""
-        if self.processes.rank:
-            return
-        for file in ("metrics.jsonl", "timings.jsonl"):
-            kept = []
-            for line in read_text(self.folder / file).splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue
-                if STAGES.index(entry["stage"]) < STAGES.index(stage) or entry["stage"] == stage and entry["step"] < step:
-                    kept.append(line + "\n")
-            write_text(self.folder / file, "".join(kept))
-
     def save(self, stage: str, step: int, model, optimizer):
-        """Checkpoint "`step` steps are done"; every process writes its own shards; older ones but the last go."""
-        state = {"model": [local(p) for p in model.parameters()],
-                 "optimizer": [{k: local(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else {}
-                               for p in model.parameters()]}
-        name = f"rank-{self.processes.rank}-of-{self.processes.size}.pt"
-        write_folder(self.checkpoints / f"{stage}-{step:06d}", lambda part: torch.save(state, part / name), self.processes)
+        """Checkpoint "`step` steps are done". Every process writes its shards; older ones but the last go."""
+        state = training_state(model, optimizer)
+
+        def write(part):
+            checkpoint.save(state, checkpoint_id=part, **self.processes.together())
+
+        write_folder(self.checkpoints / f"{stage}-{step:06d}", write, self.processes)
         if self.processes.rank == 0:
             for old in sorted(self.checkpoints.glob(f"{stage}-*"))[:-2]:
                 shutil.rmtree(old)
 
     def resume(self, stage: str, model, optimizer, wanted: bool) -> int:
-        """Load the newest readable checkpoint of the stage; the number of steps done, 0 if there is none."""
+        """Load the newest readable checkpoint of the stage, whatever number of processes wrote it. The number
+        of steps done, 0 if there is none."""
         folders = sorted(self.checkpoints.glob(f"{stage}-*"), reverse=True)
         if folders and not wanted:
-            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume to go on with "
-                             "it, or choose another --out.")
-        name = f"rank-{self.processes.rank}-of-{self.processes.size}.pt"
+            raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume "
+                             "to go on with it, or choose another --out.")
         for folder in folders:
-            sizes = sorted({file.stem.split("-of-")[1] for file in folder.glob("rank-*.pt")})
-            if sizes and str(self.processes.size) not in sizes:
-                raise SystemExit(f"{folder} was written by {sizes[0]} processes and this run has {self.processes.size}: "
-                                 f"start it with {sizes[0]}, or begin the stage anew in another --out.")
-            try:
-                state, error = torch.load(folder / name, map_location="cpu", weights_only=True), ""
-            except Exception as failure:  # a damaged file can fail in many ways; the checkpoint before it may be good
-                error = f"{type(failure).__name__}: {failure}"
-            errors = [e for e in self.processes.gather([error]) if e]
-            if errors:
-                self.say(f"{folder} cannot be read ({errors[0].splitlines()[0]}); trying the one before it")
-                continue
-            self._restore(state, model, optimizer)
-            return int(folder.name.rsplit("-", 1)[1])
+            saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
+            if not error:
+                load = partial(checkpoint.load, checkpoint_id=folder, **self.processes.together())
+                state = training_state(model, optimizer, saved.state_dict_metadata)
+                _, error = self.processes.attempt(partial(load, state))
+            if not error:
+                return int(folder.name.rsplit("-", 1)[1])
+            self.say(f"{folder} cannot be read ({error.splitlines()[0]}); trying the one before it")
         if folders:
-            raise SystemExit(f"no checkpoint in {self.checkpoints} can be read: begin the stage anew in another --out")
+            raise SystemExit(f"no checkpoint in {self.checkpoints} can be read: start anew in another --out")
         return 0
 
-    @staticmethod
-    @torch.no_grad()
-    def _restore(state: dict, model, optimizer):
-        for parameter, saved, moments in zip(model.parameters(), state["model"], state["optimizer"], strict=True):
-            local(parameter).copy_(saved)
-            if moments:
-                optimizer.state[parameter] = {name: like(value, parameter) for name, value in moments.items()}
-
     def finish(self, stage: str, model, tokenizer):
-        """The stage's model, then no more need for its checkpoints."""
-        save_model(model, tokenizer, self.folder / STAGE_FOLDER[stage], self.processes)
+        """The stage's model with a record of how it was made, then no more need for its checkpoints."""
+        origin = {name: self.settings[name] for name in ORIGIN}
+        if stage == "stage1":
+            origin["rl"] = "none"
+        save_model(model, tokenizer, self.folder / STAGE_FOLDER[stage], self.processes, origin)
         if self.processes.rank == 0:
-            for old in self.checkpoints.glob(f"{stage}-*"):
-                shutil.rmtree(old)
+            self._remove_checkpoints(stage)
+
+    def _remove_checkpoints(self, stage: str):
+        for old in self.checkpoints.glob(f"{stage}-*"):
+            shutil.rmtree(old)
 
     def say(self, text: str):
         if self.processes.rank == 0:
             tqdm.write(text)
 
 
+@torch.no_grad()
+def training_state(model, optimizer, saved: dict | None = None) -> dict:
+    """All that training changes, by name: weights, and what the optimizer keeps for each of them.
+
+    saved: the names in a checkpoint, with sizes; the optimizer gets places to load them into."""
+    parameters, state = dict(model.named_parameters()), {}
+    if saved is not None:
+        optimizer.state.clear()
+        for key, entry in saved.items():
+            kind, *name, slot = key.split(".")
+            if kind == "optimizer":
+                parameter = parameters[".".join(name)]
+                moment = entry.size == parameter.shape  # else a count of steps
+                place = torch.zeros_like(parameter) if moment else torch.zeros(entry.size)
+                optimizer.state[parameter][slot] = place
+    for name, parameter in parameters.items():
+        state[f"model.{name}"] = parameter
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{slot}"] = value
+    return state
+
+
+# torch.distributed.checkpoint warns a process that is alone
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 STAGES = ["stage1", "stage2"]
 STAGE_FOLDER = {"stage1": "stage1", "stage2": "model"}
+ORIGIN = ("init", "rl", "split", "protocol", "model", "limit", "seed")  # in rcgrpo.json beside a model
 
+
+def lock_folder(folder: Path):
+    """Make the folder and lock it for this process. However the process ends, the kernel then unlocks it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")
+    except OSError as error:
+        raise SystemExit(f"--out {folder} cannot be used: {type(error).__name__}: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        if isinstance(error, BlockingIOError):
+            error = "another process is at work there: wait for its end, or choose another"
+        raise SystemExit(f"--out {folder} cannot be locked: {error}") from None
+    return lock
+
+
+def there_is(folder: Path, stage: str):
+    if not folder.exists():
+        raise SystemExit(f"there is no {stage} model in {folder}: run --stage {stage} first")
+
+
+# ----- files that are read back
 
 def read_text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def write_text(path: Path, text: str):
@@ -1319,45 +1701,385 @@ def write_text(path: Path, text: str):
     part.replace(path)
 
 
+def json_line(values: dict) -> str:
+    """One line of JSON, which knows no NaN: null instead."""
+    finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_object(path: Path, remedy: str) -> dict:
+    """The JSON object in a file. SystemExit if there is none."""
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"{path} is damaged ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise SystemExit(f"{path} is damaged (it must hold an object): {remedy}")
+    return value
+
+
+def read_json_lines(path: Path, problem, remedy: str, drop_cut: bool = False) -> list:
+    """The objects of a file, one in each line. SystemExit where one cannot be read, or has a problem(value).
+
+    drop_cut: a last line without its end was being written when a run was killed; it does not count."""
+    *lines, last = read_text(path).split("\n")
+    if last and not drop_cut:
+        lines.append(last)
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            wrong = problem(value)
+        except KeyError as error:
+            wrong = f"there is no {error}"
+        except (TypeError, ValueError, RecursionError) as error:
+            wrong = str(error)
+        if wrong:
+            raise SystemExit(f"{path}, line {number}: {wrong}; {remedy}")
+        values.append(value)
+    return values
+
+
+def read_data(path: Path, train: list[dict], conditioned: bool, vocabulary: int, expert) -> list[Trajectory]:
+    """The trajectories in data.jsonl, none missing: a task without any must be too long for its expert."""
+    pairs = {(HIGH, 1.0), (LOW, 0.0)} if conditioned else {(None, 1.0)}
+    missing = {(task["id"], *pair) for task in train for pair in pairs}
+    remedy = "delete the file, and the data are made again"
+
+    def problem(line):
+        t = Trajectory(**line)
+        if not len(t.ids) == len(t.mask) or not set(t.mask) == {0, 1} or t.mask[0]:
+            return "ids and mask do not fit"
+        if not all(type(token) is int and 0 <= token < vocabulary for token in t.ids):
+            return "ids that the tokenizer does not have"
+        trajectory = t.group, t.reward_token, t.reward
+        if trajectory not in missing:
+            return f"no trajectory of this run, or one twice: {trajectory}"
+        missing.remove(trajectory)
+
+    data = [Trajectory(**line) for line in read_json_lines(path, problem, remedy)]
+    for task in train:
+        if any((task["id"], *pair) in missing for pair in pairs) and not expert(task).truncated:
+            raise SystemExit(f"{path} is cut after line {len(data)}: {task['id']} is missing; {remedy}")
+    return data
+
+
+# ----- what is printed
+
+def summary_line(step: int, steps: int, m: dict) -> str:
+    def show(name):
+        return "-" if m[name] is None else f"{m[name]:.3f}"
+
+    return (f"step {step + 1}/{steps}  reward {show('reward')} (high {show('reward_high')} low "
+            f"{show('reward_low')})  sigma_g {show('sigma')}  zero {m['zero_std']:.0%}  "
+            f"entropy {show('entropy')}  KL {show('kl')}  grad {show('grad_norm')}  "
+            f"truncated {m['truncated']:.0%}  {m['rollout_seconds']:.0f} + {m['update_seconds']:.0f} s"
+            + (f"  test {m['test_success']:.0%} before it" if "test_success" in m else ""))
+
+
+def tally(lines: list[dict]) -> dict:
+    """{category or "overall": {"k", "n", "accuracy", "wilson95"}}"""
+    tallied = {}
+    for name in ("overall", *CATEGORIES):
+        rewards = [line["reward"] for line in lines if name == "overall" or f"turn_{name}_" in line["id"]]
+        if rewards:
+            k, n = sum(reward == 1 for reward in rewards), len(rewards)
+            tallied[name] = {"k": k, "n": n, "accuracy": k / n, "wilson95": wilson(k, n)}
+    return tallied
+
+
+def wilson(k: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval for k successes of n."""
+    centre, spread = k + z * z / 2, z * math.sqrt(k * (n - k) / n + z * z / 4)
+    return (centre - spread) / (n + z * z), (centre + spread) / (n + z * z)
+
+
+def table(arm: str, results: dict, own: str) -> str:
+    """The paper's columns, k/n beside each percentage, as n is small; a star: the arm's own reward token."""
+    def cell(c):
+        return f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
+
+    rows = [["arm", "reward token", "overall", "95 % interval", *CATEGORIES]]
+    for goal, tallied in results.items():
+        low, high = tallied["overall"]["wilson95"]
+        interval = f"{100 * low:.1f} - {100 * high:.1f}"
+        rows.append([arm, goal + " *" * (goal == own), cell(tallied["overall"]), interval,
+                     *(cell(tallied.get(category)) for category in CATEGORIES)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    absent = "" if own in results else "; not among --goals"
+    return "\n".join([*lines, f"* the reward token that this arm is trained to be used under: {own}{absent}"])
+
+
+# ----- what is checked before --out is claimed
+
+def check_everything(s, processes: int):
+    """Refuse, in one line, what would fail later. Returns the tokenizer, with the reward tokens."""
+    for flag, batch, arm in (("--stage1-batch", s.stage1_batch, s.init), ("--batch", s.batch, s.rl)):
+        if arm != "none" and batch % processes:
+            raise SystemExit(f"{flag} {batch} cannot be shared evenly by {processes} processes")
+    check_origin(s)
+    source = s.stage1 or s.model
+    tokenizer = load_tokenizer(source)
+    try:
+        chat_format(tokenizer)
+        add_reward_tokens(tokenizer)
+        chat_format(tokenizer)  # once more: now it has to find the reward tokens
+    except Exception as error:  # whatever a foreign tokenizer and its template may raise
+        raise SystemExit(f"the tokenizer of {source} cannot be used: {first_line(error)}") from None
+    check_model(source, len(tokenizer), s.max_tokens, reward_tokens=bool(s.stage1 and s.init == "rctp"))
+    return tokenizer
+
+
+def check_model(source: str, vocabulary: int, max_tokens: int, reward_tokens: bool):
+    """reward_tokens: the model must have been trained under them."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:
+        raise SystemExit(f"cannot load a model from {source!r}: {first_line(error)}") from None
+    if config.get_text_config() is not config:
+        raise SystemExit(f"{source} ({config.model_type}) is more than a language model: take one of text")
+    numbers = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if lacking := [name for name in numbers if not isinstance(getattr(config, name, None), int)]:
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: no {', '.join(lacking)}")
+    if max_tokens > context_length(config):
+        raise SystemExit(f"{source} cannot read --max-tokens {max_tokens}: give --max-tokens "
+                         f"{context_length(config)} or less")
+    if reward_tokens and not getattr(config, "reward_token_ids", None):
+        raise SystemExit(f"--stage1 {source} never saw reward tokens, and --init rctp needs a model that did")
+    try:
+        with torch.device("meta"):  # shapes only
+            model = AutoModelForCausalLM.from_config(config)
+            if vocabulary > model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(vocabulary, pad_to_multiple_of=64, mean_resizing=False)
+            model.get_decoder().layers, model.get_output_embeddings().weight
+    except Exception as error:
+        raise SystemExit(f"{source} ({config.model_type}) cannot be used here: {first_line(error)}") from None
+
+
+def read_origin(source: str) -> dict | None:
+    """How a run of this script made the model in this folder; None if it is from elsewhere."""
+    file = Path(source) / "rcgrpo.json"
+    if not file.is_file():
+        return None
+    origin = read_object(file, "train it again, or delete this file if you know where the model is from")
+    if not set(ORIGIN) <= origin.keys():
+        raise SystemExit(f"{file} is damaged (it must hold {', '.join(ORIGIN)}): train the model again")
+    return origin
+
+
+def check_origin(s):
+    """A model that a run of this script made must be what the settings say that it is."""
+    source = s.stage1 or s.model
+    if origin := read_origin(source):
+        asked = {"split": s.split}  # on another split it may have seen the test tasks
+        if s.stage1:
+            asked |= {"init": s.init, "rl": "none", "model": s.model}
+        wrong = [f"--{name} {origin[name]}, not {value}" for name, value in asked.items()
+                 if origin[name] != value]
+        if wrong:
+            raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 # ===== 16. The plan =========================================================================================
+# What the run needs, before anybody pays for it. A test holds the formulas of memory against tracked figures;
+# those of time are a model, with the shares of a data sheet's numbers that such programs usually reach.
+# name: (bf16 FLOP/s, bytes/s of its memory)
+GPUS = {"a100": (312e12, 2e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "4090": (165e12, 1e12)}
+READING, UPDATING = 0.45, 0.4  # shares of the peak FLOP/s
+LAUNCH, GRAPH = 0.001, 0.002  # seconds: a layer of a plain step of sampling; a step of continuous batching
+LOOPING, ENDLESS = 0.03, 0.005  # shares of rollouts that go on to --max-turns, of actions to --max-new-tokens
+HOST = 25e9  # bytes/s between host and device
+
+
+def plan(args, tokenizer, train, test, processes: int, gpu: bool, available: float | None):
+    """Print what the run will do and needs. With `available` bytes per process: exit if they are too few."""
+    try:
+        config = AutoConfig.from_pretrained(args.stage1 or args.model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot load the configuration of {args.stage1 or args.model!r}: {error}") from None
+    n_params = count_parameters(config)
+    experts = [expert_play(task, args, tokenizer) for task in tqdm(train, desc="measuring", leave=False)]
+    print(describe(args, train, test, [len(t.ids) for t in experts], processes, n_params, gpu))
+
+    def need(n):
+        return sum(size for _, size, _ in memory(args, config, n_params, n, gpu)) / 2**30
+
+    parts, total = memory(args, config, n_params, processes, gpu), need(processes)
+    sizes = [2**i for i in range(10)]
+    largest, _, remedy = max(parts, key=lambda part: part[1])
+    host, disk = host_and_disk(args, n_params, processes)
+    free = f", {available / 2**30:.1f} are free" if available else ""
+    print(f"memory     GiB per {'GPU; CUDA and NCCL take 1 to 2 more' if gpu else 'process'}")
+    for name, size, _ in parts:
+        print(f"           {size / 2**30:8.1f}  {name}")
+    print(f"           {total:8.1f}  in all{free}; the largest part is {largest}: {remedy}")
+    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n):.0f}" for n in sizes[:6]))
+    print(f"           of the machine's own {host / 2**30:.0f}, of the disk {disk / 2**30:.0f}")
+    if gpu:
+        print(hours(args, experts, config, n_params, processes))
+    if available and total * 2**30 > available:
+        enough = next((n for n in sizes if need(n) * 2**30 <= available), None)
+        others = "No number of processes is enough." if enough is None else (
+            f"With {enough} such processes it fits: torchrun --nproc-per-node {enough} train_bfcl.py ...")
+        raise SystemExit(f"{args.model} does not fit: {total:.0f} GiB needed{free}. "
+                         f"The largest part is {largest}: {remedy}. {others}")
+
+
 def describe(args, train, test, lengths: list[int], processes: int, n_params: int, gpu: bool) -> str:
     """What the run will do. lengths: tokens of the expert trajectories of the training tasks."""
-    rows = len([n for n in lengths if n <= args.max_tokens]) * (2 if args.init == "rctp" else 1)
-    stage1 = math.ceil(rows / args.stage1_batch) * args.epochs
-    fits = "no test task's gold calls occur in training" if args.split == "grouped" else (
-        f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold calls: memorisation helps")
+    too_long = sum(n > args.max_tokens for n in lengths)
+    rows = (len(lengths) - too_long) * (2 if args.init == "rctp" else 1)
+    steps = math.ceil(rows / args.stage1_batch) * args.epochs
+    stage1 = stage2 = "none"
+    if args.init != "none" and not args.stage1:
+        stage1 = (f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, "
+                  f"lr {args.stage1_lr}")
+    if args.rl != "none":
+        stage2 = (f"{args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, "
+                  f"beta {args.beta}")
+    leak = "no test task's gold calls occur in training"
+    if args.split != "grouped":
+        leak = (f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold "
+                "calls: memorisation helps")
     lines = [
-        f"arm        {arm(args)} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} {'GPU' if gpu else 'CPU process'}(s)",
-        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {fits}",
+        f"arm        {args.init} + {args.rl} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} "
+        f"{'GPU' if gpu else 'CPU process'}(s)",
+        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {leak}",
         f"protocol   {args.protocol}",
-        f"tokens     expert trajectories {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
-        f"{sum(n > args.max_tokens for n in lengths)} longer than --max-tokens {args.max_tokens} are left out",
-        f"stage 1    {stage1} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, lr {args.stage1_lr}"
-        if stage1 and not args.stage1 else "stage 1    none",
-        f"stage 2    {args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, beta {args.beta}"
-        if args.rl != "none" else "stage 2    none",
-        f"evaluation {len(test)} tasks under goal {', '.join(args.goals)}",
+        f"tokens     experts {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
+        f"{too_long} longer than --max-tokens {args.max_tokens} are left out",
+        f"stage 1    {stage1}",
+        f"stage 2    {stage2}",
+        f"evaluation {len(test)} tasks under {', '.join(args.goals)}",
     ]
     if args.init == "rctp" and args.epochs == 5 or args.rl != "none" and args.batch in (64, 256):
-        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for a fair comparison "
-                     "of arms set --epochs and --batch alike")
+        lines.append("note       the paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64; for "
+                     "a fair comparison of arms set --epochs and --batch alike")
     return "\n".join(lines)
 
 
-def memory(args, config, n_params: int, processes: int, longest: int, gpu: bool) -> dict[str, float]:
-    """Bytes per process, roughly: weights, and the larger of what sampling with the plain sampler and an update need."""
-    copies = n_params * 2 if args.rl != "none" and (gpu or processes > 1) else 0
-    ref = n_params * (2 if gpu else 4) if args.rl != "none" else 0
-    width, inner, layers, vocabulary = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size
-    compute, head = 2 if gpu else 4, getattr(config, "head_dim", None) or width // config.num_attention_heads
-    part = max(args.rollout_tokens, longest)  # padded tokens sampled together: cache, one layer's prefill, dense mask
-    rollouts = part * (2 * layers * config.num_key_value_heads * head * compute + (3 * inner + 4 * width) * compute
-                       + longest * (1 + compute))
-    tokens = longest + (args.group_size - 1) * longest // 2  # a group: its prompt once, and its continuations
-    update = tokens * (layers * width + 8 * width + 4 * inner) * compute  # a hidden state per layer, and one whole layer
-    update += tokens // 2 * vocabulary * 2 * compute + 3 * 1024 * vocabulary * 4  # logits of the actions
-    return {"fp32 weights, gradients, AdamW (sharded)": 16 * n_params / processes, "rollout copy": copies,
-            "reference copy": ref, "working memory of sampling, or of an update if that is more": max(rollouts, update)}
+def memory(args, config, n_params: int, processes: int, gpu: bool) -> list[tuple[str, float, str]]:
+    """(part, bytes per process, what lowers it). Rollouts and updates take turns: the larger one counts."""
+    compute, alone = (2 if gpu else 4), not gpu and processes == 1
+    fp32 = 0 if args.offload else 4 * n_params / processes
+    rollouts = rollout_memory(args, config, compute, gpu)
+    tokens = max(args.tokens_per_pass, args.max_tokens)  # a row is not split
+    update = fp32 + update_memory(tokens, config, n_params, compute)
+    parts = [("fp32 weights and AdamW's moments", 3 * fp32, "more GPUs, or --offload")]
+    if args.rl != "none":
+        parts.append(("the copy that rolls out", 0 if alone else compute * n_params, "a smaller --model"))
+    if args.rl != "none" and args.beta:
+        parts.append(("pi_ref", compute * n_params / processes, "more GPUs, or --beta 0"))
+    if args.rl != "none" and rollouts > update:
+        return [*parts, ("a rollout's keys and values", rollouts, "lower --rollout-tokens")]
+    remedy = "lower --tokens-per-pass" if tokens == args.tokens_per_pass else "lower --max-tokens"
+    return [*parts, ("an update, with its gradients", update, remedy)]
+
+
+def update_memory(tokens: int, config, n_params: int, compute: int) -> float:
+    """A pass over so many tokens, at its peak: the backward pass of an MLP or of the last logits. Beside them
+    live a hidden state per layer, weights and gradients outside the layers, gathered, and those of some."""
+    width, layers = config.hidden_size, config.num_hidden_layers
+    inner, vocabulary = getattr(config, "intermediate_size", None) or 4 * width, config.vocab_size
+    mlp = tokens * ((layers + 15) * width + 6 * inner) * compute
+    logits = tokens * layers * width * compute + 4 * 1024 * vocabulary * 4
+    root = vocabulary * width * compute
+    tied = getattr(config, "tie_word_embeddings", False)
+    layer = max(0, n_params - vocabulary * width * (1 if tied else 2)) / layers
+    return max(mlp, logits) + 3 * root + 4 * layer * compute
+
+
+def rollout_memory(args, config, compute: int, gpu: bool) -> float:
+    """The cache, and a layer's part of reading with its mask, or what continuous batching works with."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    cache = args.rollout_tokens * bytes_in_cache(config, compute)
+    if is_continuous(args, gpu):
+        return 3 * cache + 1.5 * 2**30
+    return cache + 2**14 * ((3 * inner + 4 * width) * compute + args.max_tokens * (1 + compute))
+
+
+def bytes_in_cache(config, compute: int) -> int:
+    """Keys and values of a token."""
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * width * compute
+
+
+def is_continuous(args, gpu: bool) -> bool:
+    flash = gpu and is_flash_attn_2_available(kernels_fallback_ok=True)
+    return args.sampler == "continuous" or args.sampler == "auto" and flash
+
+
+def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
+    """Bytes of the machine's memory, with all processes on it, and of the disk (3 checkpoints, 2 models)."""
+    loading, saving = 4 * n_params * processes, 6 * n_params
+    return max(loading, saving + (16 * n_params if args.offload else 0)), 3 * 12 * n_params + 2 * 2 * n_params
+
+
+def hours(args, experts: list[Trajectory], config, n_params: int, processes: int) -> str:
+    """The model's time on --gpu, and what it assumes."""
+    stage1, *step = seconds(args, experts, config, n_params, processes)
+    sampler = "continuous batching" if is_continuous(args, True) else "the plain sampler"
+    lines = []
+    if args.init != "none" and not args.stage1:
+        lines.append(f"stage 1 {stage1 / 3600:.1f} h")
+    if args.rl != "none":
+        lines.append(f"stage 2 {args.steps * sum(step) / 3600:.0f} h, a step {sum(step):.0f} s "
+                     f"({step[0]:.0f} reading, {step[1]:.0f} sampling, {step[2]:.0f} update)")
+    return (f"time       on {processes} {args.gpu}, modelled, not measured: {'; '.join(lines)}\n"
+            f"           {sampler}; {READING:.0%} of peak FLOP/s for reading, {UPDATING:.0%} for updates;\n"
+            f"           rollouts like the experts', but {LOOPING:.0%} of them loop to --max-turns and\n"
+            f"           {ENDLESS:.1%} of actions run to --max-new-tokens")
+
+
+def seconds(args, experts: list[Trajectory], config, n_params: int, processes: int) -> tuple:
+    """Of stage 1, and of reading, sampling and updating in a step of stage 2."""
+    flops, bandwidth = GPUS[args.gpu]
+    continuous = is_continuous(args, True)
+    said = [sum(b > a for a, b in itertools.pairwise([0, *t.mask])) for t in experts]  # actions of each
+    prompt = sum(t.mask.index(1) for t in experts) / len(experts)
+    action = sum(sum(t.mask) for t in experts) / sum(said)
+    answer = (sum(len(t.ids) for t in experts) - prompt * len(experts)) / sum(said) - action
+    groups = args.batch / processes
+    rollouts = groups * args.group_size
+
+    read = sampling = turns = 0
+    for turn in range(args.max_turns):
+        talking = rollouts * (LOOPING + (1 - LOOPING) * sum(n > turn for n in said) / len(said))
+        length = min(args.max_tokens, prompt + turn * (action + answer))
+        parts = 1 if continuous else math.ceil(talking * (length + args.max_new_tokens) / args.rollout_tokens)
+        if parts > 1:  # its cache does not hold them all: everything is read again
+            read += talking * length
+        elif turn == 0:  # a group's prompt is read once, or under each reward token
+            read += groups * prompt * (1 if continuous else 2)
+        else:  # what is new, and what is left of the last page
+            read += talking * (answer + 128 * continuous)
+        endless = 1 - (1 - ENDLESS) ** (talking / max(1, parts))  # all wait for the longest action
+        steps = endless * args.max_new_tokens + (1 - endless) * min(args.max_new_tokens, 2 * action)
+        overhead = GRAPH if continuous else LAUNCH * config.num_hidden_layers
+        sampling += min(parts, talking) * steps * (2 * n_params / bandwidth + overhead)
+        turns += talking
+    tokens = groups * prompt + turns * (action + answer)
+    update = tokens * 2 * n_params * 5 / (UPDATING * flops)  # forward, once more, backward (as two), pi_ref
+
+    kept = [len(t.ids) for t in experts if len(t.ids) <= args.max_tokens]
+    stage1_tokens = sum(kept) * (2 if args.init == "rctp" else 1) * args.epochs / processes
+    stage1 = stage1_tokens * 2 * n_params * 4 / (UPDATING * flops)
+    if args.offload:  # each pass moves the weights there twice and the gradients back; AdamW runs on the host
+        a_pass, a_step = 12 * n_params / processes / HOST, 28 * n_params / processes / (2 * HOST)
+        update += tokens / args.tokens_per_pass * a_pass + a_step
+        a_batch = args.stage1_batch / processes * sum(kept) / max(1, len(kept))
+        stage1 += stage1_tokens * (a_pass / args.tokens_per_pass + a_step / max(1, a_batch))
+    return stage1, read * 2 * n_params / (READING * flops), sampling, update
 
 
 def count_parameters(config) -> int:
@@ -1365,57 +2087,68 @@ def count_parameters(config) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def plan(args, train, test, processes: int, gpu: bool, available: float | None):
-    """Print what the run will do and needs. With `available` bytes per process: exit if that is not enough."""
-    try:
-        config = AutoConfig.from_pretrained(args.stage1 or args.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot load the configuration of {args.stage1 or args.model!r}: {error}") from None
-    n_params = count_parameters(config)
-    lengths = [expert_length(task, args) for task in tqdm(train, desc="measuring", leave=False)]
-    longest = min(max(lengths), args.max_tokens)
-    print(describe(args, train, test, lengths, processes, n_params, gpu))
-    need = lambda n: sum(memory(args, config, n_params, n, longest, gpu).values())
-    print(f"memory     an estimate, GiB per {'GPU' if gpu else 'process'}:")
-    for name, amount in memory(args, config, n_params, processes, longest, gpu).items():
-        print(f"           {amount / 2**30:8.1f}  {name}")
-    print(f"           {need(processes) / 2**30:8.1f}  in all" + (f"; there is {available / 2**30:.1f}" if available else ""))
-    sizes = [2**i for i in range(10)]
-    print("           by number of GPUs: " + ", ".join(f"{n}: {need(n) / 2**30:.0f}" for n in sizes[:6]))
-    if available and need(processes) > available:
-        enough = next((n for n in sizes if need(n) <= available), None)
-        raise SystemExit(f"{args.model} does not fit: {need(processes) / 2**30:.0f} GiB needed, {available / 2**30:.0f} there. " + (
-            f"With {enough} such processes it would: torchrun --nproc-per-node {enough} train_bfcl.py ... Or lower "
-            "--rollout-tokens or --max-tokens, or take a smaller --model." if enough else
-            "No number of them is enough: lower --rollout-tokens or --max-tokens, or take a smaller --model."))
+def expert_play(task: dict, args, tokenizer) -> Trajectory:
+    env, policy = BFCLEnv(task, args.protocol), scripted_policy(expert_turns(task, args.protocol), tokenizer)
+    (trajectory,) = rollout([env], [None], policy, tokenizer, max_turns=10**6, max_tokens=10**9)
+    return trajectory
 
 
-def expert_length(task: dict, args) -> int:
-    (t,) = rollout([BFCLEnv(task, args.protocol)], [None], scripted_policy(expert_turns(task, args.protocol), args.tokenizer),
-                   args.tokenizer, max_turns=args.max_turns, max_tokens=10**9)
-    return len(t.ids)
+def memory_there(processes: Processes) -> int:
+    """Bytes that are free, per process."""
+    if processes.cuda:
+        return torch.cuda.mem_get_info(processes.device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
 
 
 # ===== 17. A tiny run of everything =========================================================================
-SMOKE = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 --max-new-tokens 24 --max-tokens 8192 "
-         "--checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
-SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+SMOKE = ("--out runs/smoke --limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 "
+         "--max-new-tokens 24 --max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
+SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
+                  "{% endfor %}"
                   "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
 
 
-def smoke(out: Path, processes: Processes):
-    """Every stage of every arm, with real tasks, observations and rewards; only the model is tiny and knows nothing."""
-    base = out / "base"
-    write_folder(base, lambda part: make_tiny_model(part) if processes.rank == 0 else None, processes)
-    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
+class ParityEnv(BFCLEnv):
+    """For stage 2 of the smoke run: a model that knows nothing earns 0 everywhere, and nothing would move. So
+    R is the parity of the characters that it said. Everything else is the benchmark."""
+
+    def reward(self) -> float:
+        said = "".join(message["content"] for message in self.log if message["role"] == "assistant")
+        return float(sum(map(ord, said)) % 2)
+
+
+def smoke(argv: list[str], processes: Processes):
+    """Every stage of every arm, with real tasks and observations; only the model is tiny and knows nothing.
+
+    argv: flags; what they say goes before what a smoke run has in their place."""
+    s = parse_arguments([*SMOKE, *argv])
+    out = Path(s.out)
+    argv = [flag for flag in argv if flag != "--smoke"]
+    given = {flag.partition("=")[0] for flag in argv}
+    inits = [s.init] if "--init" in given else ["rctp", "sft", "none"]
+    rls = [s.rl] if "--rl" in given else ["rc-grpo", "grpo", "none"]
+    if processes.rank == 0:
+        lock = lock_folder(out)
+    model = s.model
+    if "--model" not in given:
+        model = out / "base"
+        write_folder(model, lambda part: make_tiny_model(part) if processes.rank == 0 else None, processes)
+    for init, rl in itertools.product(inits, rls):
         folder = out / f"{init}+{rl}"
-        shutil.rmtree(folder, ignore_errors=True)
-        flags = ["--model", str(base), "--init", init, "--rl", rl, "--out", str(folder), "--smoke", *SMOKE]
-        if init != "none" and rl != "rc-grpo":
-            flags += ["--stage1", str(out / f"{init}+rc-grpo" / "stage1")]
-        print(f"\n=== {init} + {rl} ===", flush=True)
-        pipeline(parse_arguments(flags), processes)
-    print(f"\nEvery stage of every arm ran. The runs are in {out}; with weights that know nothing, 0 % is the right score.")
+        if processes.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"\n=== {init} + {rl} ===", flush=True)
+        flags = [*SMOKE, *argv, "--model", str(model), "--init", init, "--rl", rl, "--out", str(folder)]
+        if init != "none" and rl != rls[0]:
+            flags += ["--stage1", str(out / f"{init}+{rls[0]}" / "stage1")]
+        arm = parse_arguments(flags)
+        arm.smoke = True  # no plan
+        pipeline(arm, processes, train_env=ParityEnv)
+    if processes.rank == 0:
+        lock.close()
+        print(f"\nEvery stage of {len(inits) * len(rls)} arms ran; the runs are in {out}. In stage 2 R was "
+              "not the benchmark's but the parity of what was said: weights that know nothing move. The "
+              "tables are the benchmark's: 0 % is right.")
 
 
 def make_tiny_model(folder: Path):
@@ -1426,35 +2159,48 @@ def make_tiny_model(folder: Path):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
         vocab_size=4000, initial_alphabet=bpe.pre_tokenizer.alphabet(), show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", extra_special_tokens=["<|start|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", extra_special_tokens=["<|start|>"])
     tokenizer.chat_template = SMOKE_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16384, tie_word_embeddings=True)).save_pretrained(folder)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2**14,
+        tie_word_embeddings=True))
+    with torch.no_grad():  # it ends many of its messages: one that is cut off earns 0, whatever it says
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 60
+    model.save_pretrained(folder)
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    if args.plan:
-        args.tokenizer = load_tokenizer(args.stage1 or args.model)
-        train, test = choose_tasks(args)
-        return plan(args, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
-    processes = Processes()
+    argv = sys.argv[1:] if argv is None else list(map(str, argv))
+    s = parse_arguments(argv)
+    if s.plan:
+        tokenizer = check_everything(s, processes=1)
+        train, test = choose_tasks(s.split, s.limit)
+        return plan(s, tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
+    processes = Processes(s.offload)
     try:
-        if args.smoke:
-            smoke(Path(args.out) if args.out != "runs/bfcl" else Path("runs/smoke"), processes)
+        if s.smoke:
+            smoke(argv, processes)
         else:
-            pipeline(args, processes)
+            pipeline(s, processes)
         processes.leave()
-    except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; what {args.out} holds is whole. The same command with --resume goes on.") from None
+    except BaseException as error:
+        stopped = None
+        if isinstance(error, KeyboardInterrupt):
+            stopped = SystemExit(f"\nstopped; {s.out} is whole, and the same command with --resume goes on")
+        if processes.size > 1:
+            processes.fail(stopped or error)
+        if stopped:
+            raise stopped from None
+        raise
 
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # Some of the benchmark's error texts print a set, in hash order: the same run must say the same twice.
+        # Some of the benchmark's errors print a set, in hash order: the same run must say the same twice.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         main()
