@@ -549,6 +549,41 @@ def failing_envs(broken=None):
     return env
 
 
+def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
+    """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
+    rng, outcomes = random.Random(0), Counter()
+    texts = ["", " ", "x" * 20_000, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
+    junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", "text", b"x", [], [None], [[]], {}, {"role": "tool"},
+            [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
+            [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
+    roles = ["user", "tool", "system", "assistant", "developer"]
+
+    def answer(*args):
+        kind = rng.random()
+        if kind < 0.1:
+            raise rng.choice([ValueError, KeyError, RecursionError, StopIteration, MemoryError])("no")
+        if kind < 0.4:
+            return rng.choice(junk)
+        n = rng.randrange(1, 4)
+        messages = [{"role": rng.choice(roles), "content": rng.choice(texts)} for _ in range(n)]
+        return [*user("go"), *messages] if rng.random() < 0.7 else messages
+
+    for _ in range(400):
+        closed = []
+        env = env_with(reset=answer, step=answer, close=lambda closed=closed: closed.append(1))
+        env.reward = lambda: rng.choice([0, 1, 0.5, *junk])
+        try:
+            (t,) = played(env, reward_tokens=[rng.choice([HIGH, None])], max_turns=3, max_tokens=1000)
+            assert 0 <= t.reward <= 1 and len(t.ids) == len(t.mask) and (t.reward == 0 or not t.truncated)
+            assert t.ids.count(TOKENIZER.convert_tokens_to_ids(HIGH)) == (t.reward_token == HIGH)
+            outcomes["rollout"] += 1
+        except (RuntimeError, TypeError, ValueError) as error:
+            assert re.search("env 0 .*turn|no user message|chat template", str(error)), repr(error)
+            outcomes[type(error).__name__] += 1
+        assert closed == [1]
+    assert len(outcomes) == 4 and outcomes["rollout"] > 50
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
     ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
@@ -2577,6 +2612,16 @@ def test_toy_closing_sentences_follow_the_numbers():
                            ({"last": 0.41}, "the gap stayed"), ({"last": 0.8}, "the gap widened")):
         (end, value), = changed.items()
         assert words in sentences("rctp+rc-grpo", **{f"reward_high_minus_low_{end}": value})[2]
+
+
+def test_toy_out_belongs_to_one_process_at_a_time(tmp_path, monkeypatch, capsys):
+    args, parser = toy_env.parse_arguments(["--out", str(tmp_path), *TINY_TOY])
+    lock = toy_env.claim(args, parser)
+    with pytest.raises(SystemExit):
+        toy_env.claim(args, parser)
+    assert "in use by another process" in capsys.readouterr().err
+    lock.close()
+    toy_env.claim(args, parser).close()
 
 
 def test_toy_ctrl_c_ends_all_processes(tmp_path):
