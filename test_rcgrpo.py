@@ -553,7 +553,7 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
     """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
     rng, outcomes = random.Random(0), Counter()
     texts = ["", " ", "x" * 20_000, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
-    junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", "text", b"x", [], [None], [[]], {}, {"role": "tool"},
+    junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
             [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
             [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
     roles = ["user", "tool", "system", "assistant", "developer"]
