@@ -1187,7 +1187,7 @@ def tiny(kind, **overrides):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0, original_max_position_embeddings=16)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
 NOISY = {
@@ -1212,7 +1212,7 @@ OTHERS = [
     ("falcon", dict(head_dim=None)), ("qwen3_5_text", layers(LINEAR, FULL)), ("lfm2", layers("conv", FULL)),
     ("gpt_oss", layers(FULL, FULL)),
     ("granitemoehybrid", dict(layer_types=["mamba", "attention"])), ("gemma2", layers(SLIDING, FULL)),
-    ("gemma3_text", layers(FULL, final_logit_softcapping=2.0)), ("mistral", dict(sliding_window=8)),
+    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)), ("mistral", dict(sliding_window=8)),
     ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)),
     *((kind, layers(SLIDING, FULL, sliding_window=8)) for kind in ("gemma3_text", "gemma2", "gpt_oss")),
     ("llama4_text", layers("chunked_attention", FULL, attention_chunk_size=8)),
@@ -1268,6 +1268,7 @@ def test_any_architecture_is_scored_and_sampled_as_its_plain_forward_pass(kind, 
     assert model.config._attn_implementation == attention
     if (kind, overrides) in PACKED:
         assert rcgrpo.packs(model, 15) and not any("one by one" in str(w.message) for w in warned)
+    assert rcgrpo.packs(model, 15) == rcgrpo.packs(model.bfloat16(), 15)
 
 
 def groups_of_every_kind():
@@ -1293,11 +1294,22 @@ def test_one_pass_over_groups_equals_one_pass_a_row(shape):
     model.set_attn_implementation("sdpa")
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model.train()
         logp, entropy = action_logprobs(model, trajectories, 0.8, entropy=True, rows_per_chunk=5)
+        assert rcgrpo.packs(model, 100)
         assert_same(with_gradients(model, logp), expected)
         assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"), ("gpt_neo", "window_size"),
+    ("recurrent_gemma", "attention_window_size"),
+])
+def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it(kind, name):
+    assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
+    nowhere = AutoConfig.for_model("gemma3_text", **layers(FULL, sliding_window=20))
+    assert rcgrpo.attention_window(nowhere) == math.inf
 
 
 def count_fed(model):
@@ -1327,7 +1339,7 @@ def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(k
     reference = copy.deepcopy(model).train()
     expected = with_gradients(model, plain_scores(model, rl_batch())[0])
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     model.train()
     assert rcgrpo.packs(model, 100)
     for name, module in model.named_modules():
@@ -1344,7 +1356,7 @@ def test_fp32_weights_work_under_bf16_autocast(checkpointing):
     model = tiny_model(50, initializer_range=0.05)
     expected, gradients = with_gradients(model, plain_scores(model, rl_batch())[0])
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         ours, ours_gradients = with_gradients(model, action_logprobs(model.train(), rl_batch()))
         assert rcgrpo.packs(model, 100)
@@ -2043,11 +2055,12 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
         model, size = tiny_model(len(tokenizer)), len(tokenizer)
         for weight in matrices(model):
             weight.data += common
+            weight.data[8:size] = 0  # spare rows say nothing about the usual length
         torch.manual_seed(process)
         ids = list(add_reward_tokens(tokenizer, model))
         assert ids == ([0, 1] if first else [size, size + 1])
         for weight in matrices(model):
-            rows, usual = weight[ids], weight[2:size].norm(dim=1).mean()
+            rows, usual = weight[ids], weight[2:8].norm(dim=1).mean()
             assert torch.cosine_similarity(rows[0], rows[1], dim=0) < 0.1
             assert (rows.norm(dim=1) > 0.3 * usual).all() and (rows.norm(dim=1) < 3 * usual).all()
             seen.append(weight.detach().clone())
@@ -2107,6 +2120,7 @@ REFUSED = [
     (lambda: stage_2(optimizer=coarse()), "fp32 master weights"),
     (lambda: rcgrpo_update(None, None, None, []), "beta > 0 needs the frozen stage-1 model"),
     (lambda: rcgrpo_update(None, None, coarse(), [], beta=0), "fp32 master weights"),
+    (lambda: rcgrpo.group_attention(None, ZERO, ZERO, ZERO, ZERO, [[1]], softcap=50.0), "softcap of its own"),
     (lambda: score(temperature=0), "temperature > 0"),
     (lambda: score(temperature=math.nan), "temperature > 0"),
     (lambda: score(mask=(1, 1)), "begins with an action"),
@@ -2167,7 +2181,7 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
             add_fused_lm_head(model, outputs=("log_probs", "entropy"))
             model.log_probs = True
         trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
-        score = GRPOTrainer._get_per_token_logps_and_entropies
+        score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
         score(trainer, model, ids, torch.ones_like(ids), length)[0].sum().backward()
 
     return {"packed": packed, "rows": rows, "batch": batch, "trl": trl}[way]
