@@ -1526,6 +1526,14 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_that_has_diverged_is_not_sampled(temperature):
+    model = lively()
+    model.get_output_embeddings().weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="weights have diverged"):
+        sample(model, [[1, 2], [3]], temperature, 4, STOPS)
+
+
 def test_prompts_that_do_not_go_on_from_the_last_call_are_read_from_their_beginning():
     model = lively()
     policy, plain = ModelPolicy(model, STOPS, 0, 7), read_again(model, 0, 7)
