@@ -5697,7 +5697,7 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
     readme = (HERE / "README.md").read_text()
     commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", readme)
-    assert len(commands) > 6
+    assert len(commands) >= 5
     for command in commands:
         bfcl.parse_arguments(command.split())
     flags = set(re.findall(r"`[^`\n]*?(--[a-z0-9-]+)", readme)) - {"--no-deps", "--nproc-per-node"}
