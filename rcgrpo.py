@@ -1082,6 +1082,8 @@ class ModelPolicy:
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         while True:
+            if logits.isnan().any():
+                raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
             if self.temperature == 0:
                 drawn = logits.argmax(-1)
             else:

@@ -549,6 +549,41 @@ def failing_envs(broken=None):
     return env
 
 
+def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
+    """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
+    rng, outcomes = random.Random(0), Counter()
+    texts = ["", " ", "x" * 20_000, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
+    junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
+            [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
+            [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
+    roles = ["user", "tool", "system", "assistant", "developer"]
+
+    def answer(*args):
+        kind = rng.random()
+        if kind < 0.1:
+            raise rng.choice([ValueError, KeyError, RecursionError, StopIteration, MemoryError])("no")
+        if kind < 0.4:
+            return rng.choice(junk)
+        n = rng.randrange(1, 4)
+        messages = [{"role": rng.choice(roles), "content": rng.choice(texts)} for _ in range(n)]
+        return [*user("go"), *messages] if rng.random() < 0.7 else messages
+
+    for _ in range(400):
+        closed = []
+        env = env_with(reset=answer, step=answer, close=lambda closed=closed: closed.append(1))
+        env.reward = lambda: rng.choice([0, 1, 0.5, *junk])
+        try:
+            (t,) = played(env, reward_tokens=[rng.choice([HIGH, None])], max_turns=3, max_tokens=1000)
+            assert 0 <= t.reward <= 1 and len(t.ids) == len(t.mask) and (t.reward == 0 or not t.truncated)
+            assert t.ids.count(TOKENIZER.convert_tokens_to_ids(HIGH)) == (t.reward_token == HIGH)
+            outcomes["rollout"] += 1
+        except (RuntimeError, TypeError, ValueError) as error:
+            assert re.search("env 0 .*turn|no user message|chat template", str(error)), repr(error)
+            outcomes[type(error).__name__] += 1
+        assert closed == [1]
+    assert len(outcomes) == 4 and outcomes["rollout"] > 50
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
     ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
@@ -1152,7 +1187,7 @@ def tiny(kind, **overrides):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0, original_max_position_embeddings=16)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
 NOISY = {
@@ -1177,7 +1212,7 @@ OTHERS = [
     ("falcon", dict(head_dim=None)), ("qwen3_5_text", layers(LINEAR, FULL)), ("lfm2", layers("conv", FULL)),
     ("gpt_oss", layers(FULL, FULL)),
     ("granitemoehybrid", dict(layer_types=["mamba", "attention"])), ("gemma2", layers(SLIDING, FULL)),
-    ("gemma3_text", layers(FULL, final_logit_softcapping=2.0)), ("mistral", dict(sliding_window=8)),
+    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)), ("mistral", dict(sliding_window=8)),
     ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)),
     *((kind, layers(SLIDING, FULL, sliding_window=8)) for kind in ("gemma3_text", "gemma2", "gpt_oss")),
     ("llama4_text", layers("chunked_attention", FULL, attention_chunk_size=8)),
@@ -1233,6 +1268,7 @@ def test_any_architecture_is_scored_and_sampled_as_its_plain_forward_pass(kind, 
     assert model.config._attn_implementation == attention
     if (kind, overrides) in PACKED:
         assert rcgrpo.packs(model, 15) and not any("one by one" in str(w.message) for w in warned)
+    assert rcgrpo.packs(model, 15) == rcgrpo.packs(model.bfloat16(), 15)
 
 
 def groups_of_every_kind():
@@ -1258,11 +1294,22 @@ def test_one_pass_over_groups_equals_one_pass_a_row(shape):
     model.set_attn_implementation("sdpa")
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model.train()
         logp, entropy = action_logprobs(model, trajectories, 0.8, entropy=True, rows_per_chunk=5)
+        assert rcgrpo.packs(model, 100)
         assert_same(with_gradients(model, logp), expected)
         assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"), ("gpt_neo", "window_size"),
+    ("recurrent_gemma", "attention_window_size"),
+])
+def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it(kind, name):
+    assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
+    nowhere = AutoConfig.for_model("gemma3_text", **layers(FULL, sliding_window=20))
+    assert rcgrpo.attention_window(nowhere) == math.inf
 
 
 def count_fed(model):
@@ -1292,7 +1339,7 @@ def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(k
     reference = copy.deepcopy(model).train()
     expected = with_gradients(model, plain_scores(model, rl_batch())[0])
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     model.train()
     assert rcgrpo.packs(model, 100)
     for name, module in model.named_modules():
@@ -1309,7 +1356,7 @@ def test_fp32_weights_work_under_bf16_autocast(checkpointing):
     model = tiny_model(50, initializer_range=0.05)
     expected, gradients = with_gradients(model, plain_scores(model, rl_batch())[0])
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         ours, ours_gradients = with_gradients(model, action_logprobs(model.train(), rl_batch()))
         assert rcgrpo.packs(model, 100)
@@ -1477,6 +1524,14 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
     as_before = read_again(model, 0, 8)(longer)
     CHANGES[change](model)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_that_has_diverged_is_not_sampled(temperature):
+    model = lively()
+    model.get_output_embeddings().weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="weights have diverged"):
+        sample(model, [[1, 2], [3]], temperature, 4, STOPS)
 
 
 def test_prompts_that_do_not_go_on_from_the_last_call_are_read_from_their_beginning():
@@ -2008,11 +2063,12 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
         model, size = tiny_model(len(tokenizer)), len(tokenizer)
         for weight in matrices(model):
             weight.data += common
+            weight.data[8:size] = 0  # spare rows say nothing about the usual length
         torch.manual_seed(process)
         ids = list(add_reward_tokens(tokenizer, model))
         assert ids == ([0, 1] if first else [size, size + 1])
         for weight in matrices(model):
-            rows, usual = weight[ids], weight[2:size].norm(dim=1).mean()
+            rows, usual = weight[ids], weight[2:8].norm(dim=1).mean()
             assert torch.cosine_similarity(rows[0], rows[1], dim=0) < 0.1
             assert (rows.norm(dim=1) > 0.3 * usual).all() and (rows.norm(dim=1) < 3 * usual).all()
             seen.append(weight.detach().clone())
@@ -2072,6 +2128,7 @@ REFUSED = [
     (lambda: stage_2(optimizer=coarse()), "fp32 master weights"),
     (lambda: rcgrpo_update(None, None, None, []), "beta > 0 needs the frozen stage-1 model"),
     (lambda: rcgrpo_update(None, None, coarse(), [], beta=0), "fp32 master weights"),
+    (lambda: rcgrpo.group_attention(None, ZERO, ZERO, ZERO, ZERO, [[1]], softcap=50.0), "softcap of its own"),
     (lambda: score(temperature=0), "temperature > 0"),
     (lambda: score(temperature=math.nan), "temperature > 0"),
     (lambda: score(mask=(1, 1)), "begins with an action"),
@@ -2132,7 +2189,7 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
             add_fused_lm_head(model, outputs=("log_probs", "entropy"))
             model.log_probs = True
         trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
-        score = GRPOTrainer._get_per_token_logps_and_entropies
+        score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
         score(trainer, model, ids, torch.ones_like(ids), length)[0].sum().backward()
 
     return {"packed": packed, "rows": rows, "batch": batch, "trl": trl}[way]
@@ -2577,6 +2634,16 @@ def test_toy_closing_sentences_follow_the_numbers():
                            ({"last": 0.41}, "the gap stayed"), ({"last": 0.8}, "the gap widened")):
         (end, value), = changed.items()
         assert words in sentences("rctp+rc-grpo", **{f"reward_high_minus_low_{end}": value})[2]
+
+
+def test_toy_out_belongs_to_one_process_at_a_time(tmp_path, monkeypatch, capsys):
+    args, parser = toy_env.parse_arguments(["--out", str(tmp_path), *TINY_TOY])
+    lock = toy_env.claim(args, parser)
+    with pytest.raises(SystemExit):
+        toy_env.claim(args, parser)
+    assert "in use by another process" in capsys.readouterr().err
+    lock.close()
+    toy_env.claim(args, parser).close()
 
 
 def test_toy_ctrl_c_ends_all_processes(tmp_path):
@@ -5630,7 +5697,7 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
     readme = (HERE / "README.md").read_text()
     commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", readme)
-    assert len(commands) > 6
+    assert len(commands) >= 5
     for command in commands:
         bfcl.parse_arguments(command.split())
     flags = set(re.findall(r"`[^`\n]*?(--[a-z0-9-]+)", readme)) - {"--no-deps", "--nproc-per-node"}

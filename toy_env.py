@@ -19,6 +19,7 @@ Everything is trained by rcgrpo.py.
 
 import argparse
 import copy
+import fcntl
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -589,7 +590,9 @@ def parse_arguments(argv=None):
 
 
 def claim(args, parser):
-    """Make --out ready; what cannot be trained, written to or resumed is refused in one line."""
+    """Make --out ready; what cannot be trained, written to or resumed is refused in one line.
+
+    Returns a lock on it, which ends with this process however that ends."""
     try:
         load(args, args.seed)
     except Exception as error:  # whatever files that are no model raise
@@ -600,6 +603,8 @@ def claim(args, parser):
     settings, file = json.dumps(settings, indent=1), args.out / "settings.json"
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        lock = open(args.out / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if args.resume and file.exists():
             kept = file.read_text()
             if kept != settings:
@@ -608,14 +613,17 @@ def claim(args, parser):
         for old in [] if args.resume else args.out.glob("seed-*/*.jsonl"):
             old.unlink()
         file.write_text(settings)
+    except BlockingIOError:
+        parser.error(f"--out {args.out} is in use by another process: wait for its end, or choose another")
     except OSError as error:
         parser.error(f"--out {args.out} cannot be used: {error}")
+    return lock
 
 
 def main(argv=None):
     started = time.time()
     args, parser = parse_arguments(argv)
-    claim(args, parser)
+    lock = claim(args, parser)
     seeds = list(range(args.seed, args.seed + args.seeds))
     inits = dict.fromkeys(arm.split("+")[0] for arm in args.arms)
     try:
@@ -636,7 +644,9 @@ def main(argv=None):
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report(runs, arms, args.steps)
     plot(runs, args.out / "toy.png")
-    print(f"{seconds:.0f} s. Written to {args.out}: {', '.join(sorted(os.listdir(args.out)))}")
+    written = ", ".join(sorted(name for name in os.listdir(args.out) if not name.startswith(".")))
+    print(f"{seconds:.0f} s. Written to {args.out}: {written}")
+    lock.close()
 
 
 if __name__ == "__main__":
