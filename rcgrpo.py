@@ -40,9 +40,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# ============================================================================================================
-# Part I: the method
-# ============================================================================================================
+# ========== Part I: the method ==============================================================================
 
 # ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 ==================
 # So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn, then R is earned.
@@ -207,8 +205,7 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
     progress: called once a turn with the number of conversations still open.
     Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0;
-    a cut action is not executed. An env or a policy that breaks its contract is an error; all envs are
-    closed.
+    a cut action is not executed. Envs and policies that break their contract are errors; all envs are closed.
     """
     with ExitStack() as closing:
         if hasattr(policy, "close"):  # what it has read takes memory that the update needs
@@ -462,9 +459,7 @@ def group_metrics(trajectories, p=None):
     }
 
 
-# ============================================================================================================
-# Part II: what the method stands on
-# ============================================================================================================
+# ========== Part II: what the method stands on ==============================================================
 
 # ===== A. Log-probs =========================================================================================
 # Promise: log pi of every action token, exact for every causal language model, without dropout, in bounded
