@@ -501,9 +501,10 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
     if any(t.mask[0] for t in trajectories):
         raise ValueError("a trajectory begins with an action: nothing conditions its first token")
     check_rows(model, [t.ids for t in trajectories])
-    silence(model)
     read = partial(read_logits, temperature=temperature, entropy=entropy)
-    if packs(model, longest(trajectories)):
+    packed = packs(model, longest(trajectories))
+    silence(model)
+    if packed:
         logp, h = packed_logprobs(model, trajectories, read, rows_per_chunk)  # (M,), (M,)
     else:
         logp, h = plain_logprobs(model, trajectories, read)

@@ -1365,6 +1365,15 @@ def test_fp32_weights_work_under_bf16_autocast(checkpointing):
         assert (ours_gradients[name] - gradient).norm() < 0.05 * gradient.norm() + 0.02, name
 
 
+def test_a_models_first_pass_is_checkpointed_too():
+    """The trial of packing comes before it, in evaluation mode."""
+    model, runs = tiny_model(50).train(), []
+    model.activation_checkpointing_enable()
+    model.model.layers[0].self_attn.register_forward_hook(lambda *args: runs.append(torch.is_grad_enabled()))
+    action_logprobs(model, rl_batch()).sum().backward()
+    assert sum(runs) == 2  # forward, and again for the backward pass
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "bloom"])  # packed, and not
 def test_an_empty_pass_has_no_rows_and_gives_every_weight_a_gradient_of_0(kind):
     model = tiny(kind)
