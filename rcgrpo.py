@@ -12,23 +12,24 @@ RC-GRPO puts a reward token into the prompt and lets it vary within the group:
 Afterwards the model is used under <|high_reward|>. The reward itself never looks at the token.
 
 Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R
-the reward, A the advantage, mu_g and sigma_g mean and std of R in a group, p = P(high), D the stage-1 data.
-In shapes: N trajectories, T action tokens (at most), L tokens and M action tokens of a pass, V vocabulary.
+the reward, A the advantage; G rollouts of a task are a group, mu_g and sigma_g mean and std of R in it;
+mu_high, mu_low mean R by token; p = P(high); pi_theta the policy, pi_old when it sampled, pi_ref when frozen.
+Shapes: N trajectories (n in a pass), T action tokens (at most); a pass has L tokens, M of them actions.
 
 Where this file departs from the paper, or fills in what it leaves open:
   1. rho is one ratio per token, averaged over tokens, as in the authors' framework; ratio="trajectory" is eq.
-     7 as printed (one product per trajectory, which leaves the clip range after a few hundred tokens).
+     7 as printed. With one update a batch rho is 1, and the two gradients differ by a factor; with more, a
+     product of hundreds of ratios leaves the clip range. (Algorithm 1 divides by pi_ref; eq. 7 is meant.)
   2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
-  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True draws exactly round(pG) high ones in a group.
+  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts as many high ones into every group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
   5. Log-probs are without dropout and router noise; a group's shared prompt is computed once, exactly.
   6. Sums are divided by the counts of the whole batch, so that cutting it into passes does not change the
      gradient; eq. 2 becomes a mean over tokens.
   7. eps of eq. 6 is 1e-6; a rollout that runs into a length limit has R = 0.
 
-Part I, sections 1-9, is the method, complete, in the order of the paper's equations: who stops where it ends
-has read all of RC-GRPO. Part II, appendices A-E, is what it stands on: log-probs, policies, chat templates,
-the optimizer step, the two new tokens.
+Part I, sections 1-9, is the method, complete, in the order of the paper's equations. Part II, appendices A-E,
+is what it stands on: log-probs, policies, chat templates, the optimizer step, the two new tokens.
 """
 
 # ruff: noqa: E402, B905 (each appendix carries its own imports)
@@ -48,8 +49,8 @@ import torch
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 
 
-def inject_reward_token(messages, token):
-    """New messages, with "\\n\\n[Reward Goal: <token>]" at the end of the first user message.
+def inject_reward_token(messages, reward_token):
+    """New messages, with "\\n\\n[Reward Goal: <reward token>]" at the end of the first user message.
 
     >>> inject_reward_token([{"role": "user", "content": "Hi"}], HIGH)
     [{'role': 'user', 'content': 'Hi\\n\\n[Reward Goal: <|high_reward|>]'}]
@@ -57,7 +58,7 @@ def inject_reward_token(messages, token):
     messages = [dict(message) for message in messages]
     for message in messages:
         if message["role"] == "user":
-            message["content"] += f"\n\n[Reward Goal: {token}]"
+            message["content"] += f"\n\n[Reward Goal: {reward_token}]"
             return messages
     raise ValueError("there is no user message to put the reward token into; env.reset() must return one")
 
@@ -70,10 +71,11 @@ def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
     """
     if 1 not in trajectory.mask:
         raise ValueError("a trajectory without an action has nothing to label: drop it")
-    token = HIGH if trajectory.reward >= threshold else LOW
-    prompt, start = chat_format(tokenizer).prompt(messages, token), trajectory.mask.index(1)
+    r = HIGH if trajectory.reward >= threshold else LOW
+    prompt = chat_format(tokenizer).prompt(messages, r)
+    start = trajectory.mask.index(1)
     mask = [0] * len(prompt) + trajectory.mask[start:]
-    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=token)
+    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=r)
 
 
 # ===== 2. Trajectories, token in / token out ================================================================
@@ -81,9 +83,9 @@ def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
 #
 #   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup<|im_end|> | \n ...
 #   mask   0 0 0 ...                                                             | 1    1  1          | 0  ...
-#          prompt (h_1, r)                                                       | sampled (a_1)      | h_2
+#          prompt (h_1, r)                                                       | sampled (a_1)      | answer
 #
-# The mask is written where the token is sampled, never reconstructed from the text.
+# All of it is h_2. The mask is written where the token is sampled, never reconstructed from the text.
 
 
 @dataclass
@@ -117,7 +119,7 @@ def rows_by_group(groups):
 
 
 # ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ========================
-# SFT is the same loss on expert trajectories without a reward token.
+# SFT is the same loss on expert trajectories without a reward token. (The code has the mean: departure 6.)
 
 
 def rctp_loss(logp, mask=None, n_tokens=None):
@@ -137,17 +139,18 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
     """One optimizer step of stage 1 on labelled trajectories (for SFT: expert ones). Returns metrics.
 
     tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
-    gather: [x of this process] -> [x of every process]; gradients are to be SUMMED over processes.
+    gather: [x of this process] -> [x of all]; `list` is right for one. Gradients of all are to be SUMMED.
     """
     check_trainable(optimizer, trajectories)
-    n_tokens, loss_sum = sum(gather([count_actions(trajectories)])), 0.0
+    n_tokens = sum(gather([count_actions(trajectories)]))  # of all processes
+    loss_sum = 0.0
     for rows in passes(model, trajectories, tokens_per_pass, gather):
         part = [trajectories[row] for row in rows]
         logp = action_logprobs(model, part)  # (n, T)
         loss = rctp_loss(logp, action_mask(part, logp.device), n_tokens)
         loss.backward()
         loss_sum += loss.item()
-    stepped = optimizer_step(model, optimizer, max_grad_norm)
+    stepped = optimizer_step(model, optimizer, max_grad_norm)  # clip, step, clear
     return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **stepped}
 
 
@@ -160,7 +163,8 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
 def sample_reward_tokens(G, p, generator=None, stratified=False):
     """G reward tokens for one group. i.i.d.: at G = 5, p = .5, 6 % of groups have one of the two only.
 
-    stratified=True: exactly round(pG) high ones in random order. ValueError unless G >= 1 and 0 <= p <= 1.
+    stratified=True: pG high ones, a half rounded up (3 of 5 at p = .5), in random order. ValueError unless
+    G >= 1 and 0 <= p <= 1.
 
     >>> sample_reward_tokens(2, p=1.0)
     ['<|high_reward|>', '<|high_reward|>']
@@ -176,9 +180,10 @@ def sample_reward_tokens(G, p, generator=None, stratified=False):
 
 # ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ====================
 # An env is any object with reset() -> messages, step(text) -> messages or None when over, reward() -> R in
-# [0,1], and close() if it likes. A policy is any callable: list of prompt ids -> list of sampled ids. A
-# model, a script and a fake in a test run through the same function, so that demonstrations have exactly the
-# layout of rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
+# [0,1], and close() if it likes. A policy is any callable: list of prompt ids -> list of sampled ids; it may
+# have .temperature (rcgrpo_step scores at it), .max_tokens (the longest row it reads), .close(). A model, a
+# script and a fake in a test run through the same function, so that demonstrations have exactly the layout of
+# rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
 
 
 def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None,
@@ -186,7 +191,8 @@ def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=Fa
     """Roll out G conversations per task, each under its own reward token (eqs. 3-4).
 
     make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no token", as in plain GRPO.
-    limits: passed on to `rollout`.  Returns len(tasks) * G trajectories; `group` is the index in `tasks`.
+    stratified: as in `sample_reward_tokens`.  generator: of the reward tokens, on the CPU.
+    limits: keywords of `rollout`.  Returns len(tasks) * G trajectories; `group` is the index in `tasks`.
     """
     reward_tokens, groups = [], []
     for index in range(len(tasks)):
@@ -203,33 +209,28 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     envs: N envs.  reward_tokens: N, None for no token.  groups: N group ids (default: None each).
     max_turns: assistant turns per rollout.  max_tokens: longest trajectory (the model's context, if shorter).
     threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
-    progress: called once a turn with the number of conversations still open.
+    progress: called before each turn with the number of conversations still open, at the end with 0.
     Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0;
     a cut action is not executed. Envs and policies that break their contract are errors; all envs are closed.
     """
     with ExitStack() as closing:
-        if hasattr(policy, "close"):  # what it has read takes memory that the update needs
-            closing.callback(policy.close)
         limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, limits, closing)
+        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, policy, limits, closing)
         chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
-
-        def begin(row):
-            prompt = chat.prompt(ask(envs[row], row, 0, "reset"), reward_tokens[row])
-            t = Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row])
-            return replace(t, truncated=len(prompt) >= max_tokens)  # it leaves no room to say anything
-
-        def play(row, action):
-            goes_on = play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
-            trajectories[row].truncated |= goes_on and turn == max_turns  # still talking at the turn limit
-            return goes_on
-
-        def finish(row):
-            if not trajectories[row].truncated:
-                trajectories[row].reward = ask(envs[row], row, turn, "reward")
-
         rows, turn = range(len(envs)), 0
+
+        # Open every conversation: (h_1, r).  `each` is map, or a map in threads.
+        def begin(row):
+            prompt = chat.prompt(ask(envs[row], row, turn, "reset"), reward_tokens[row])
+            full = len(prompt) >= max_tokens  # it leaves no room to say anything
+            return Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row], truncated=full)
+
         trajectories = list(each(begin, rows))
+
+        # Turn by turn: an action a_t in every conversation that is open, then its env's answer.
+        def play(row, action):
+            return play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
+
         playing = [row for row in rows if not trajectories[row].truncated]
         while playing and turn < max_turns:
             turn += 1
@@ -238,6 +239,14 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
             actions = checked_actions(policy([trajectories[row].ids for row in playing]), len(playing))
             goes_on = list(each(play, playing, actions))
             playing = [row for row, more in zip(playing, goes_on) if more]
+        for row in playing:  # still talking at the turn limit
+            trajectories[row].truncated = True
+
+        # The verdicts: R. A truncated rollout keeps 0.
+        def finish(row):
+            if not trajectories[row].truncated:
+                trajectories[row].reward = ask(envs[row], row, turn, "reward")
+
         list(each(finish, rows))
         if progress:
             progress(0)
@@ -256,9 +265,7 @@ def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
     answer = ask(env, row, turn, "step", chat.text(action))
     if answer is None:
         return False
-    suffix = chat.suffix(answer)
-    if action[-1] != chat.end_of_turn:  # another stop token: the template's own follows, forced
-        suffix = [chat.end_of_turn, *suffix]
+    suffix = chat.suffix(answer, after=action[-1])
     if len(trajectory.ids) + len(suffix) >= max_tokens:  # the answer leaves no room to go on
         trajectory.truncated = True
         return False
@@ -268,8 +275,8 @@ def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
 
 
 # ===== 6. Advantages (eq. 6):  A_j = (R_j - mu_g) / (sigma_g + eps),  sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
-# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of T steps (pi* the expert), all G
-# rollouts are identical, and so sigma_g and the gradient are 0, with probability >= 1 - G T eps_sft.
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of K turns (pi* the expert), all G rollouts
+# are identical, and so sigma_g and the policy gradient are 0, with probability >= 1 - G K eps_sft.
 
 
 def group_advantages(rewards, groups, eps=1e-6):
@@ -301,9 +308,10 @@ def group_advantages(rewards, groups, eps=1e-6):
 #   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
 #         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. On the first pass pi_theta still is pi_old: rho = 1,
-# nothing clips (with one update a batch, as in the paper, nothing ever does), and L is about 0, as advantages
-# sum to 0 in a group (long rollouts weigh more, per token). Its gradient, -mean[A grad log pi], is not 0.
+# All three policies are asked under the same r_j. Where A > 0, an action gains nothing more once rho is above
+# 1 + c, where A < 0 nothing more below 1 - c: there its gradient is 0. A step the wrong way is never clipped.
+# In the first update pi_theta is pi_old, so rho = 1, and with one update a batch (the paper) nothing clips at
+# all. L itself is then near 0, as advantages sum to 0 in a group; its gradient, -mean[A grad log pi], is not.
 
 
 def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
@@ -311,6 +319,7 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
     """The RC-GRPO loss (eqs. 7-9) and what it saw.
 
     logp, old_logp, ref_logp (None if beta = 0), mask (N, T), all True if not given; advantages (N,).
+    clip: c.  beta: weight of the KL.
     ratio: "token": one rho a token, mean over tokens; "trajectory": eq. 7's product, mean over trajectories.
     n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
     Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
@@ -324,9 +333,9 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
     n_tokens = max(1, int(mask.sum()) if n_tokens is None else n_tokens)
     A = advantages.to(logp.device)[:, None]  # (N, 1)
 
-    log_rho = _bounded(logp - old_logp) * mask  # (N, T)
+    log_rho = bounded(logp - old_logp) * mask  # (N, T); at most 20, so that exp() is finite
     if ratio == "trajectory":
-        log_rho = _bounded(log_rho.sum(1, keepdim=True))  # (N, 1)
+        log_rho = bounded(log_rho.sum(1, keepdim=True))  # (N, 1)
         weight = 1 / (len(logp) if n_trajectories is None else n_trajectories)
     else:
         weight = mask.to(logp.dtype) / n_tokens  # (N, T)
@@ -336,10 +345,10 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
 
     kl = torch.zeros((), device=logp.device)
     if beta:
-        # The value is k3 = e^d - d - 1, never negative, with mean KL(pi_theta || pi_ref). The gradient is
-        # that of d^2/2, with mean grad KL(pi_theta || pi_ref); k3's own has the mean grad KL(pi_ref ||
-        # pi_theta).
-        d = _bounded(ref_logp - logp)
+        # Value: k3 = e^d - d - 1, never negative; its mean over a ~ pi_theta is KL(pi_theta || pi_ref).
+        # Gradient: that of d^2/2, -d grad log pi_theta; its mean is grad KL(pi_theta || pi_ref).
+        # (k3's own averages to grad KL(pi_ref || pi_theta).)  x + (y - x).detach(): y, with x's gradient.
+        d = bounded(ref_logp - logp)
         k3, half_square = d.exp() - d - 1, d * d / 2
         kl = ((half_square + (k3 - half_square).detach()) * mask).sum() / n_tokens
         loss = loss + beta * kl
@@ -350,59 +359,53 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
     return loss, metrics
 
 
-def _bounded(log_ratio):
-    """Keep exp() finite: e^20 is far outside any clip range. -inf minus -inf counts as no difference."""
-    return log_ratio.nan_to_num(0.0, posinf=20.0, neginf=-20.0).clamp(-20, 20)
-
-
 # ===== 8. Stage 2, one step =================================================================================
 
 
 def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
-                generator=None, limits=None, gather=list, mine=list, **update_settings):
+                generator=None, limits=None, beta=0.1, gather=list, mine=list, **update_settings):
     """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, own rollouts).
 
-    limits: keywords of `rollout`, e.g. {"max_turns": 8}.  update_settings: keywords of `rcgrpo_update`; the
-    temperature is the policy's own.  gather: as in `rctp_step`.  mine: a list -> this process's part of it;
-    groups are dealt by length, so that processes wait little for each other. Metrics are of all processes.
+    tasks ... generator: as in `collect_groups`.  limits: keywords of `rollout`, e.g. {"max_turns": 8}.
+    beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
+    gather: as in `rctp_step`.  mine: a list -> this process's share of it (`list`: all). Metrics are of all.
     """
-    update_settings = check_step(ref_model, optimizer, policy, update_settings)
+    check_update(ref_model, optimizer, beta)  # before the rollouts, which cost most
+    temperature = sampled_at(policy, update_settings)
     started, limits = time.perf_counter(), limits or {}
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
     sampled = time.perf_counter()
-    everyone = []
-    for process, theirs in enumerate(gather([rollouts])):
-        everyone += [replace(t, group=(process, t.group)) for t in theirs]
-    groups = rows_by_group([t.group for t in everyone]).values()
-    longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
-    dealt = [everyone[row] for rows in mine(longest_first) for row in rows]
-    updated = rcgrpo_update(model, ref_model, optimizer, dealt, gather=gather, **update_settings)
+    everyone, dealt = deal_groups(rollouts, gather, mine)  # one process: twice the rollouts
+    update_settings = {**update_settings, "temperature": temperature, "beta": beta, "gather": gather}
+    updated = rcgrpo_update(model, ref_model, optimizer, dealt, **update_settings)
     seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
     return {**group_metrics(everyone, p), **updated, **seconds}, rollouts
 
 
 def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1,
                   ratio="token", updates=1, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
-    """`updates` clipped optimizer steps on one batch (the paper: one). Returns the last step's metrics.
+    """`updates` clipped optimizer steps on one batch (the paper: one). Returns the last one's metrics.
 
-    ref_model: the frozen stage-1 model, None if beta = 0.  trajectories: whole groups, this process's part of
-    the batch.  temperature: the one they were sampled at.  tokens_per_pass, gather: as in `rctp_step`.
+    ref_model: the frozen stage-1 model; None if beta = 0; for LoRA, the PEFT model's `disable_adapter`.
+    trajectories: whole groups, this process's part of the batch.  temperature: of their sampling.
+    clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass, gather: as in `rctp_step`.
     """
     check_update(ref_model, optimizer, beta)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
     n_tokens = sum(gather([count_actions(trajectories)]))
     n_trajectories = sum(gather([len(trajectories)]))
     parts = passes(model, trajectories, tokens_per_pass, gather)
-    old, ref, skipped = {}, {}, 0
+    old, ref = {}, {}  # log-probs by number of the pass, kept from the first update for the others
+    skipped = 0
     for update in range(updates):
-        seen = Counter()
+        seen = Counter()  # adds up the metrics of the passes
         for number, rows in enumerate(parts):
             part = [trajectories[row] for row in rows]
             logp, entropy = action_logprobs(model, part, temperature, entropy=True)  # (n, T)
             mask = action_mask(part, logp.device)
             if update == 0:
                 old[number] = logp.detach()  # no update since sampling: pi_old is pi_theta
-                ref[number] = reference_logprobs(ref_model, part, temperature) if beta else None
+                ref[number] = reference_logprobs(model, ref_model, part, temperature) if beta else None
             loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip,
                                                 beta, ratio, n_tokens, n_trajectories)
             loss.backward()
@@ -414,25 +417,21 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
 
 
 # ===== 9. What to watch =====================================================================================
-# The floor of Prop. 4.3 speaks of the start of stage 2. The reward ignores the token, so training lifts
-# mu_low too, and the floor shrinks. Over a batch of different tasks it holds for the mean gap, and (G-1)/G
-# m(1-m), at the mean m, becomes a ceiling (m(1-m) is concave). Both speak of expectations: one batch of few
-# tasks is noisy.
+# Prop. 4.3 speaks of the start of stage 2: the reward ignores the token, so training lifts mu_low too, and
+# the floor sinks. It holds in expectation, over many tasks for their mean gap; one batch of few is noisy.
 
 
 def group_metrics(trajectories, p=None):
     """Reward statistics of one batch of groups. None stands for "there was no such rollout".
 
-    reward, reward_high, reward_low  mean R, of all, and by reward token
+    reward, reward_high, reward_low  mean R, mu_high, mu_low
     reward_high_minus_low            mu_high - mu_low
     sigma, zero_std                  mean sigma_g; share of groups with sigma_g = 0
-    sigma2                           mean sigma_g^2, in expectation between the next two
-    sigma2_floor                     kappa (mu_high - mu_low)^2; p: share of high tokens, or as measured
-    sigma2_ceiling                   (G-1)/G m(1-m)
+    sigma2, sigma2_floor             mean sigma_g^2; kappa (mu_high - mu_low)^2, p measured if not given
     advantage_std                    spread of A; 1 if every group has variance
     truncated, tokens                share of rollouts cut off; action tokens sampled
-    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of tokens), entropy (mean,
-    where the policy acted), skipped (gradients not finite, thrown away), rollout_seconds, update_seconds.
+    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of what has a rho), entropy
+    (mean, where the policy acted), skipped (updates, gradient not finite), rollout_seconds, update_seconds.
     """
     R, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
     by_token = {token: [t.reward for t in trajectories if t.reward_token == token] for token in (HIGH, LOW)}
@@ -445,15 +444,14 @@ def group_metrics(trajectories, p=None):
     def mean(values):
         return sum(values) / len(values) if values else None
 
-    mu_high, mu_low, m, G = mean(by_token[HIGH]), mean(by_token[LOW]), mean(R), len(R) / len(sigmas)
+    mu_high, mu_low, G = mean(by_token[HIGH]), mean(by_token[LOW]), len(R) / len(sigmas)
     gap = mu_high - mu_low if by_token[HIGH] and by_token[LOW] else None
     p = len(by_token[HIGH]) / len(R) if p is None else p
     kappa = (G - 1) / G * p * (1 - p)
     return {
-        "reward": m, "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
+        "reward": mean(R), "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
         "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
         "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
-        "sigma2_ceiling": (G - 1) / G * m * (1 - m),
         "advantage_std": group_advantages(R, groups).std(correction=0).item(),
         "truncated": mean([t.truncated for t in trajectories]), "tokens": count_actions(trajectories),
     }
@@ -462,21 +460,22 @@ def group_metrics(trajectories, p=None):
 # ========== Part II: what the method stands on ==============================================================
 
 # ===== A. Log-probs =========================================================================================
-# Promise: log pi of every action token, exact for every causal language model, without dropout, in bounded
-# memory. The definition is one pass per trajectory. The fast way is one pass over whole groups, laid out as
+# Promise: log pi of every action token, exact for every causal language model, without dropout. By definition
+# that is one pass per trajectory. The fast way, in bounded memory, is one pass over whole groups, laid out as
 #
 #   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
 #   positions    0 ... P-1        P P+1 ...        P P+1 ...
 #   attention    causal           prefix + itself  prefix + itself
 #
-# so that a prompt is computed once, not G times, and every token sees what it would have seen alone. It is
-# taken where a trial on made-up rows has shown that it gives the numbers of the definition.
+# so that a prompt is computed once, up to the reward token where rollouts part, and every token sees what it
+# would have seen alone. It is taken where a trial on made-up rows has shown that it gives the same numbers.
 
 import inspect
 import os
 import re
 import warnings
-from functools import partial
+from contextlib import nullcontext
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
@@ -492,7 +491,8 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
 
     Returns logp (N, T): row j holds the log-probs of trajectory j's action tokens in order, then zeros.
     With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each, without gradient.
-    rows_per_chunk: logits exist for so many action tokens at a time. The model is left in evaluation mode.
+    rows_per_chunk: of a packed pass, logits exist for so many action tokens at a time. The model is left in
+    evaluation mode.
     Raises ValueError for what cannot be scored: a row that begins with an action, is longer than the model's
     context, or holds an id that the model does not have.
     """
@@ -548,6 +548,11 @@ def read_logits(logits, targets, temperature, entropy):
         return logp, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
 
 
+def bounded(log_ratio):
+    """Keep exp() finite: e^20 is far outside any clip range. -inf minus -inf counts as no difference."""
+    return log_ratio.nan_to_num(0.0).clamp(-20, 20)
+
+
 def plain_logprobs(model, trajectories, read):
     """The definition: one pass per trajectory, with the model's own attention."""
     logps, entropies = [], []
@@ -560,8 +565,9 @@ def plain_logprobs(model, trajectories, read):
         else:
             logits = model(ids, use_cache=False).logits[0, places]
         logp, h = read(logits, torch.tensor(trajectory.action_ids or [0], device=logits.device))
-        logps.append(logp)
-        entropies.append(h)
+        n = sum(trajectory.mask)  # a row without an action reads one dummy, which counts for nothing
+        logps.append(logp[:n])
+        entropies.append(h[:n])
     return torch.cat(logps), torch.cat(entropies)
 
 
@@ -597,7 +603,12 @@ def packed_logprobs(model, trajectories, read, rows_per_chunk):
 def accepts(model, keyword):
     """Whether the model's forward takes this keyword."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own takes anything
-    return keyword in inspect.signature(model.forward).parameters
+    return keyword in forward_keywords(type(model))
+
+
+@lru_cache
+def forward_keywords(kind):
+    return set(inspect.signature(kind.forward).parameters)
 
 
 def pack(trajectories):
@@ -608,7 +619,7 @@ def pack(trajectories):
     """
     ids, positions, layout, readout = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        base, prefix = len(ids), shared_prefix([trajectories[row] for row in rows])
+        base, prefix = len(ids), len(os.path.commonprefix([trajectories[row].ids for row in rows]))
         ids += trajectories[rows[0]].ids[:prefix]
         positions += range(prefix)
         layout.append([prefix])
@@ -624,17 +635,14 @@ def pack(trajectories):
     return ids, positions, layout, readout, targets
 
 
-def shared_prefix(trajectories):
-    """Tokens that all of them begin with. (The reward tokens differ, so it usually ends just before r_j.)"""
-    return len(os.path.commonprefix([t.ids for t in trajectories]))
+def group_attention(plain, module, query, key, value, attention_mask, layout=None, scaling=None, **kwargs):
+    """Attention over the layout of `pack`; without one, the library's own, which is `plain`.
 
-
-def group_attention(module, query, key, value, attention_mask, layout, scaling=None, **kwargs):
-    """Attention over the layout of `pack`.
-
-    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D). Sliding windows are left
-    out: `packs` sees to it that no row is longer than the window.
+    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D), None. Sliding windows are
+    left out: `packs` sees to it that no row is longer than the window.
     """
+    if layout is None:
+        return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     extras = ("softcap", "s_aux", "sinks", "position_bias", "indices")
     extras = [name for name in extras if kwargs.get(name) is not None]
     if extras or attention_mask.numel() > 1:
@@ -642,35 +650,20 @@ def group_attention(module, query, key, value, attention_mask, layout, scaling=N
     group_attention.calls += 1
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary makes them fp32
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
-    out, start = [], 0
-    for prefix, *lengths in layout:
-        q, k, v = (x[:, :, start : start + prefix + sum(lengths)] for x in (query, key, value))
-        parts = [x.split([prefix, *lengths], 2) for x in (q, k, v)]
-        for number, (own_q, own_k, own_v) in enumerate(zip(*parts)):
-            n, seen = own_q.shape[2], 0
+    out, sizes = [], [sum(lengths) for lengths in layout]
+    for lengths, *group in zip(layout, *(x.split(sizes, 2) for x in (query, key, value))):
+        parts = list(zip(*(x.split(lengths, 2) for x in group)))  # (q, k, v) of prefix and continuations
+        for number, (q, k, v) in enumerate(parts):
             if number > 0:  # a continuation attends to the prefix and, causally, to itself
-                own_k, own_v = torch.cat([parts[1][0], own_k], 2), torch.cat([parts[2][0], own_v], 2)
-                seen = prefix
-            if n:
-                causal = causal_lower_right(n, seen + n)  # flash attention: no mask in memory
-                out.append(F.scaled_dot_product_attention(own_q, own_k, own_v, causal, scale=scaling))
-        start += prefix + sum(lengths)
+                k, v = torch.cat([parts[0][1], k], 2), torch.cat([parts[0][2], v], 2)
+            if q.shape[2]:
+                causal = causal_lower_right(q.shape[2], k.shape[2])  # flash attention: no mask in memory
+                out.append(F.scaled_dot_product_attention(q, k, v, causal, scale=scaling))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-def with_layout(attention):
-    """One of the library's attention functions, that hands over to ours where a layout is given."""
-
-    def attend(module, query, key, value, attention_mask, layout=None, **kwargs):
-        if layout is None:
-            return attention(module, query, key, value, attention_mask, **kwargs)
-        return group_attention(module, query, key, value, attention_mask, layout, **kwargs)
-
-    return attend
-
-
-for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):
-    AttentionInterface.register(_name, with_layout(AttentionInterface()[_name]))
+for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):  # for the whole process
+    AttentionInterface.register(_name, partial(group_attention, AttentionInterface()[_name]))
 
 
 # ----- A, continued: what a model takes, and in what passes
@@ -704,6 +697,8 @@ def trial(model, what, compare):
                 ours, plain = compare(model, ids)
                 by = (ours - plain).abs().max().item()
                 trials[key] = None if by < tolerance else f"its log-probs would differ by {by:.2g}"
+            except torch.OutOfMemoryError:  # says nothing about the model
+                raise
             except Exception as error:  # whatever a model says to a layout or a cache that it does not know
                 trials[key] = str(error).partition("\n")[0] or type(error).__name__
         if trials[key]:
@@ -767,18 +762,19 @@ def check_rows(model, rows):
 
 
 def passes(model, trajectories, tokens_per_pass, gather=list):
-    """The rows of each forward pass: at most tokens_per_pass tokens, a shared prefix counted once.
+    """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
-    A group that fits into a pass stays together, another is split; a longer single row is a pass of its own.
-    The longest are placed first, each where there is room: passes are few and about equally long. All
-    processes make the same number of them, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
+    is every row of a model that is not packed. The longest are placed first, each where there is room: passes
+    are few and about equally long. All processes make the same number of them, the last ones empty where
+    there is less to do.
     """
     if tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
     packed = packs(model, max(gather([longest(trajectories)])))  # the same answer on every process
     pieces = []  # [tokens, rows]: groups, or as much of one as fits into a pass
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        prefix = shared_prefix([trajectories[row] for row in rows])
+        prefix = len(os.path.commonprefix([trajectories[row].ids for row in rows]))
         for row in rows:
             tokens = len(trajectories[row].ids)
             if packed and row != rows[0] and pieces[-1][0] + tokens - prefix <= tokens_per_pass:
@@ -798,9 +794,12 @@ def passes(model, trajectories, tokens_per_pass, gather=list):
     return cut + [[]] * (max(gather([len(cut)])) - len(cut))
 
 
-def reference_logprobs(ref_model, trajectories, temperature):
+def reference_logprobs(model, ref_model, trajectories, temperature):
     """`action_logprobs` of the frozen model, without gradient."""
-    with torch.no_grad():
+    adapter_off = nullcontext()
+    if not hasattr(ref_model, "config"):  # a PEFT model's disable_adapter
+        ref_model, adapter_off = model, ref_model()
+    with torch.no_grad(), adapter_off:
         logp = action_logprobs(ref_model, trajectories, temperature)
     if hasattr(ref_model, "reshard"):  # sharded: no backward pass will free its gathered weights
         ref_model.reshard()
@@ -832,16 +831,19 @@ def _run_silently(run, forward, *args):
 
 # ===== B. Envs and policies =================================================================================
 # Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed. A model
-# is sampled from exactly softmax(logits / temperature), and what was said in a conversation is read once.
+# is sampled from exactly softmax(logits / temperature), and what was said is read once while its cache fits.
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from transformers import DynamicCache
 
 
-def open_envs(envs, reward_tokens, groups, limits, closing):
+def open_envs(envs, reward_tokens, groups, policy, limits, closing):
     """For `rollout`: envs (closed with `closing`), reward tokens and groups as lists, and a map over rows."""
     opened, reward_tokens = [], list(reward_tokens)
+    if hasattr(policy, "close"):  # what it has read takes memory that the update needs
+        closing.callback(policy.close)
     try:
         for env in envs:
             if hasattr(env, "close"):
@@ -870,18 +872,13 @@ def ask(env, row, turn, method, *arguments):
         answer = getattr(env, method)(*arguments)
     except Exception as error:
         raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
-    if method == "close":
+    if method == "close" or method == "step" and answer is None:
         return None
     if method == "reward":
-        try:
-            reward = float(answer + 0)  # a number that is spelt is none
-        except Exception:
-            reward = math.nan
-        if not 0 <= reward <= 1:
-            raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
-        return reward
-    if answer is None and method == "step":
-        return None
+        with suppress(Exception):  # a number that is spelt is none
+            if 0 <= float(answer + 0) <= 1:
+                return float(answer)
+        raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
     for message in answer if isinstance(answer, list) and answer else [None]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
@@ -965,7 +962,7 @@ class ModelPolicy:
             raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
         check_rows(self.model, prompts)
         training, alone = self.model.training, not pads(self.model)
-        self.model.eval()  # no dropout; gradient checkpointing would also switch the cache off
+        self.model.eval()  # no dropout, no router noise
         parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
         sampled = {}
         try:
@@ -1051,9 +1048,10 @@ class ModelPolicy:
         padding = real.shape[1] - int(real.sum(1).max())
         order = real.byte().argsort(dim=1, stable=True)[:, padding:]
         for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.keys = pick_slots(layer.keys[rows], order)
-                layer.values = pick_slots(layer.values[rows], order)
+            if layer.is_initialized:  # (N, heads, slots, D) -> (N, heads, n, D)
+                layer.keys, layer.values = (
+                    x[rows].gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                    for x in (layer.keys, layer.values))
         self.real = real.gather(1, order)
         self.read = [self.read[row] for row in rows]
 
@@ -1104,11 +1102,6 @@ def next_logits(model, ids, cache=None, attention_mask=None, position_ids=None):
     return model(ids, use_cache=cache is not None, **given).logits[:, -1].float()
 
 
-def pick_slots(states, order):
-    """Of keys or values (N, heads, slots, D) the slots that `order` (N, n) names: (N, heads, n, D)."""
-    return states.gather(2, order[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
 def weights_version(model):
     """Changes when any weight does; what is written through .data shows in the sum alone."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded, ours
@@ -1128,7 +1121,7 @@ def padding_trial(model, ids):
     policy._select([1, 0, 0])
     ours = policy._feed([ids[:1], ids[1:4], ids[5:7]])
     plain = torch.cat([next_logits(model, [row]) for row in policy.read])
-    return ours.log_softmax(-1), plain.log_softmax(-1)
+    return ours.log_softmax(-1)[:, ids], plain.log_softmax(-1)[:, ids]
 
 
 def caching_trial(model, ids):
@@ -1137,7 +1130,7 @@ def caching_trial(model, ids):
     for start, end in ((0, 9), (9, 10), (10, 11)):
         positions = torch.arange(start, end, device=model.device)[None]
         ours = next_logits(model, [ids[start:end]], cache, position_ids=positions)
-    return ours.log_softmax(-1), next_logits(model, [ids[:11]]).log_softmax(-1)
+    return ours.log_softmax(-1)[:, ids], next_logits(model, [ids[:11]]).log_softmax(-1)[:, ids]
 
 
 # ===== C. Chat templates ====================================================================================
@@ -1145,7 +1138,6 @@ def caching_trial(model, ids):
 # whole; control tokens come from the frame, never from what a user or a tool says; all else is refused.
 
 import json
-from functools import lru_cache
 
 from tokenizers import Tokenizer
 
@@ -1187,13 +1179,12 @@ class ChatFormat:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {t.content: (i, t) for i, t in tokenizer.added_tokens_decoder.items()}
-        added = {content: found for content, found in added.items() if content.strip(" \t\n\r▁")}
-        self.control = {content: i for content, (i, _) in added.items()}
-        self.strips = {content: (t.lstrip, t.rstrip) for content, (_, t) in added.items()}
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip(" \t\n\r▁")}
+        self.control = {t.content: i for i, t in added.items()}
+        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
         self.frame_pattern = any_of(self.control)
         stand_ins = [self.HIDDEN, self.ANSWER]
-        special = [content for content, (_, t) in added.items() if t.special]
+        special = [t.content for t in added.values() if t.special]
         self.hide_all = any_of([*self.control, *stand_ins])
         self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
                           "assistant": any_of([*special, *stand_ins])}
@@ -1207,6 +1198,7 @@ class ChatFormat:
                 raise ValueError(f"this chat template cannot be used: {problem}")
         if problem:
             warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
+        self.prompt, self.suffix = remembered(self.prompt), remembered(self.suffix)
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
@@ -1217,10 +1209,12 @@ class ChatFormat:
             messages = inject_reward_token(messages, reward_token)
         return self._encode(self._render(messages, generate=True), hidden)
 
-    def suffix(self, messages):
-        """Ids that follow the assistant's end token: `messages` in their frame, and the next header."""
+    def suffix(self, messages, after=None):
+        """Ids that follow an action: `messages` in their frame, and the next header. Where the action ended
+        `after` another stop token than the template's end of turn, this one comes first."""
         messages, hidden = self._hide_control_tokens(messages)
-        return self._encode(self._after_answer(messages), hidden)[1:]
+        ids = self._encode(self._after_answer(messages), hidden)
+        return ids[1:] if after in (None, self.end_of_turn) else ids
 
     def action(self, text):
         """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
@@ -1240,7 +1234,7 @@ class ChatFormat:
         opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
         header = self._render(opening, generate=True)
         before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
-        if header == self._render(opening, generate=False) != before:
+        if header == self._render(opening, generate=False) and header != before:
             raise ValueError("it has no generation prompt")
         before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
         end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
@@ -1269,8 +1263,12 @@ class ChatFormat:
             return str(error)
         if lost := [role for role, text in zip(roles, texts) if text not in whole]:
             return f"it drops messages of role {lost[0]}"
-        if without_thoughts(appended) != without_thoughts(whole):
-            return f"it renders a conversation otherwise than its parts: {first_difference(appended, whole)}"
+        # templates drop the thoughts of earlier turns, ours stay: empty ones make no difference
+        a, b = (re.sub(r"<think>\s*</think>\s*", "", text) for text in (appended, whole))
+        if a != b:
+            at = max(0, len(os.path.commonprefix([a, b])) - 20)
+            return (f"it renders a conversation otherwise than its parts: {a[at : at + 40]!r} appended, "
+                    f"{b[at : at + 40]!r} as a whole")
         ids = self.prompt(first) + self.action("beta") + self.suffix(results)
         pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
         if HIGH in self.control:
@@ -1337,6 +1335,21 @@ class ChatFormat:
         return encoding.ids
 
 
+def remembered(encode, most=256):
+    """The same, but what was encoded before is looked up: groups have few prompts, envs repeat themselves."""
+    seen = {}
+
+    def look_up(*arguments, **named):
+        key = repr((arguments, named))
+        if (ids := seen.get(key)) is None:
+            if len(seen) == most:
+                seen.clear()
+            ids = seen[key] = encode(*arguments, **named)
+        return list(ids)
+
+    return look_up
+
+
 def any_of(texts):
     """A pattern that matches these texts, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
@@ -1352,16 +1365,6 @@ def tools_to_user(messages):
         else:
             merged.append({**message, "role": role})
     return merged
-
-
-def without_thoughts(text):
-    """Templates drop the thoughts of earlier turns, ours stay: empty ones make no difference."""
-    return re.sub(r"<think>\s*</think>\s*", "", text)
-
-
-def first_difference(a, b):
-    same = len(os.path.commonprefix([a, b]))
-    return f"{a[max(0, same - 20) : same + 20]!r} appended, {b[max(0, same - 20) : same + 20]!r} as a whole"
 
 
 def without_control_tokens(tokenizer, control):
@@ -1385,7 +1388,7 @@ def without_control_tokens(tokenizer, control):
     return Tokenizer.from_str(json.dumps(spec))
 
 
-# ===== D. The optimizer step ================================================================================
+# ===== D. The step ==========================================================================================
 # Promise: what would train wrongly is refused before it costs anything; a gradient not finite does nothing.
 
 
@@ -1401,6 +1404,7 @@ def optimizer_step(model, optimizer, max_grad_norm):
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    torch.clear_autocast_cache()  # autocast around the whole loop would go on with the old weights, cast
     return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
 
@@ -1413,15 +1417,28 @@ def check_trainable(optimizer, trajectories):
     check_precision(optimizer)
 
 
-def check_step(ref_model, optimizer, policy, settings):
-    """For stage 2, before the rollouts. Returns the update's settings with the policy's temperature."""
-    check_update(ref_model, optimizer, settings.get("beta", 0.1))
-    scored_at = settings.get("temperature", getattr(policy, "temperature", 1.0))
-    sampled_at = getattr(policy, "temperature", scored_at)
-    if scored_at != sampled_at or not sampled_at > 0:
-        raise ValueError(f"rollouts drawn at temperature {sampled_at} cannot be scored at {scored_at}: leave "
-                         "it to a policy whose temperature is above 0")
-    return {**settings, "temperature": sampled_at}
+def deal_groups(rollouts, gather, mine):
+    """(the rollouts of all processes, those of the groups that this process learns from).
+
+    Group 0 of two processes is two groups. They are dealt by length, so that processes wait little for each
+    other.
+    """
+    everyone = []
+    for process, theirs in enumerate(gather([rollouts])):
+        everyone += [replace(t, group=(process, t.group)) for t in theirs]
+    groups = rows_by_group([t.group for t in everyone]).values()
+    longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
+    return everyone, [everyone[row] for rows in mine(longest_first) for row in rows]
+
+
+def sampled_at(policy, settings):
+    """The policy's temperature. ValueError if the settings name another, or if it cannot be scored at."""
+    named = settings.get("temperature", getattr(policy, "temperature", 1.0))
+    temperature = getattr(policy, "temperature", named)
+    if named != temperature or not temperature > 0:
+        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored at {named}: leave it "
+                         "to a policy whose temperature is above 0")
+    return temperature
 
 
 def check_update(ref_model, optimizer, beta):
@@ -1433,14 +1450,15 @@ def check_update(ref_model, optimizer, beta):
 def check_precision(optimizer):
     """ValueError if Adam's step, about lr for every weight, is lost in the rounding of 16-bit weights."""
     for group in getattr(optimizer, "param_groups", []):
-        coarse = [p.detach() for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16)]
+        trained = [p.detach() for p in group["params"] if p.requires_grad]  # not those below an adapter
+        coarse = [p for p in trained if p.dtype in (torch.bfloat16, torch.float16)]
         lr = group.get("initial_lr", group["lr"])
         if not coarse or not lr or "betas" not in group:
             continue
         size = sum(p.abs().sum(dtype=torch.float32).item() for p in coarse) / sum(p.numel() for p in coarse)
         if lr < size * torch.finfo(coarse[0].dtype).eps / 4:
             raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (mean size "
-                             f"{size:.2g}): train fp32 master weights, under autocast if memory is short")
+                             f"{size:.2g}): train fp32 master weights, or fp32 adapters (LoRA) on these")
 
 
 # ===== E. The two new tokens ================================================================================
