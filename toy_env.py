@@ -21,8 +21,10 @@ import argparse
 import copy
 import fcntl
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
+import operator
 import os
 import signal
 import sys
@@ -67,7 +69,7 @@ SETTINGS = {  # name: (default for the tiny transformer, for a pretrained model,
     "max-new-tokens": (8, 24, 1, 10**6, "tokens per call, at most"),
     "tokens-per-pass": (24576, 4096, 1, 10**9, "tokens per pass, at most: bounds the memory"),
 }
-ARMS = {  # arm: the reward token that its reinforcement learning used, and that it is evaluated under
+ARMS = {  # arm: the reward token that it is evaluated under
     "sft+grpo": None, "sft+rc-grpo": HIGH, "rctp+grpo": HIGH, "rctp+rc-grpo": HIGH,
 }
 NAME = {HIGH: "high", LOW: "low", None: "none"}
@@ -203,10 +205,11 @@ def demonstrate(tasks, tokenizer, rng, failures, make_env=House):
     for task in tasks:
         trajectories.append(play(task, expert, HIGH if failures else None))
         assert trajectories[-1].reward == 1
-        while failures and len(trajectories) % 2:
+        while failures:  # until one fails: a bad habit may do no harm
             failure = play(task, partial(blunderer, rng=rng), LOW)
             if failure.reward == 0:
                 trajectories.append(failure)
+                break
     return trajectories
 
 
@@ -313,14 +316,15 @@ def reinforce(args, seed, arm, log):
         metrics = {}
         if step % EVALUATE_EVERY == 0 or step == args.steps:
             metrics["success"] = evaluate(ARMS[arm])
-        if arm == "sft+rc-grpo" and step in (0, args.steps):  # its stage 1 knew no tokens: is that kept?
+        if arm == "sft+rc-grpo" and step in (0, args.steps):  # is success without one kept?
             metrics["success_without_token"] = evaluate(None)
         if step < args.steps:
             tasks = [make_task(rng, 2, large=bool(n % 2)) for n in range(args.tasks_per_step)]
-            metrics |= rcgrpo_step(
+            stepped, _ = rcgrpo_step(
                 model, ref_model, optimizer, tasks, make_env, policy, tokenizer, **groups,
                 limits={"max_turns": MAX_TURNS}, beta=args.beta, ratio=args.ratio,
-                tokens_per_pass=args.tokens_per_pass)[0]
+                tokens_per_pass=args.tokens_per_pass)
+            metrics |= stepped
         log(stage=2, step=step, **metrics)
     return model, tokenizer
 
@@ -410,7 +414,7 @@ def show_group(args, seed, arm):
     print(f'{arm.upper()}, "{request(tasks[0])}" (the {large_item(tasks[0])} is large): mu_g = {mu:.2f}, '
           f"sigma_g = {sigma:.2f}\n  (sigma_g = 0 in {flat} of {len(tasks)} groups of such tasks)")
     advantages = group_advantages(rewards[0], [0] * args.group_size).tolist()
-    for trajectory, advantage in zip(rollouts, advantages, strict=False):
+    for trajectory, advantage in zip(rollouts, advantages, strict=False):  # the first group
         token, calls = NAME[trajectory.reward_token], " | ".join(said(trajectory, tokenizer))
         print(f"  {token:4}  R = {trajectory.reward:.0f}  A = {advantage:5.2f}  {calls}")
     print(flush=True)
@@ -430,10 +434,10 @@ def curves(runs, arm, key):
 
 def summarise(runs):
     """{arm: {name: one number per seed}}; "first" and "last" are means of a tenth of the steps."""
-    def tenth(lines, key, part):
+    def tenth(lines, key, end):
         values = [line[key] for line in lines if key in line]
         n = max(1, len(values) // 10)
-        values = [value for value in (values[:n] if part == "first" else values[-n:]) if value is not None]
+        values = [value for value in (values[:n] if end == "first" else values[-n:]) if value is not None]
         return float(np.mean(values)) if values else None
 
     keys = {"sigma": "sigma", "zero_std": "zero_std", "reward_high_minus_low": "reward_high_minus_low",
@@ -475,6 +479,33 @@ def print_table(arms):
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)).rstrip())
 
 
+def compare_seeds(arms):
+    """What single seeds say: how many end above .9, and two exact tests of RCTP+GRPO against RCTP+RC-GRPO."""
+    after = {arm: numbers["success_after"] for arm, numbers in arms.items()}
+    above = {arm: sum(value > 0.9 for value in values) for arm, values in after.items()}
+    seeds = len(next(iter(after.values())))
+    counts = ", ".join(f"{arm.upper()} {n}" for arm, n in above.items())
+    yield f"Of {seeds} seeds end above .9: {counts}."
+    if {"rctp+grpo", "rctp+rc-grpo"} <= after.keys():
+        a, b = after["rctp+grpo"], after["rctp+rc-grpo"]
+        better, worse = (sum(map(order, a, b)) for order in (operator.lt, operator.gt))
+        yield (f"RCTP+RC-GRPO ends above RCTP+GRPO in {better} seeds, below in {worse}: sign test "
+               f"p = {sign_test(better, worse):.2g}; Fisher's exact test of the counts above .9: "
+               f"p = {fisher_test(above['rctp+grpo'], above['rctp+rc-grpo'], seeds):.2g}.")
+
+
+def sign_test(better, worse):
+    """Two-sided p of so uneven a split, or a more uneven one, of better + worse fair coins."""
+    n = better + worse
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(better, worse) + 1)) / 2**n)
+
+
+def fisher_test(a, b, n):
+    """Two-sided p of a of n against b of n: all splits of a + b that are no more likely than this one."""
+    ways = [math.comb(n, k) * math.comb(n, a + b - k) for k in range(a + b + 1)]
+    return sum(way for way in ways if way <= ways[a]) / sum(ways)
+
+
 def sparkline(values, top, width=40):
     means = [np.mean(part) for part in np.array_split(np.array(values), min(width, len(values)))]
     return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * m / top))] for m in means)
@@ -514,14 +545,15 @@ def closing_sentences(arms, steps):
 
 def report(runs, arms, steps):
     print("\nSuccess: held-out tasks, greedy, under the arm's own reward token, before -> after.\n"
-          "The rest: first -> last tenth of the steps of reinforcement learning.\n")
+          "The rest: first -> last tenth of the steps of reinforcement learning; the last column: first.\n")
     print_table(arms)
     for key, title, top in (("sigma", "sigma_g", 0.5), ("success", "held-out success", 1)):
         print(f"\n{title} over the steps, median of the seeds (full block = {top})")
         for arm in arms:
             median = np.median(curves(runs, arm, key), 0)
             print(f"  {arm:12} reward token {NAME[ARMS[arm]]} |{sparkline(median, top)}|")
-    print("", *closing_sentences(arms, steps), "", sep="\n")
+    several = compare_seeds(arms) if len(runs) > 1 else []
+    print("", *closing_sentences(arms, steps), *several, "", sep="\n")
 
 
 def plot(runs, path):
