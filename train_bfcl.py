@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import random
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,38 +27,17 @@ from tqdm import tqdm
 
 from rcgrpo import HIGH, LOW, Trajectory, label_by_reward, rcgrpo_step, rctp_step, rollout, scripted_policy
 
-
 # ===== 1. Settings ==========================================================================================
-def number(kind, low, high):
-    """What argparse calls to read a flag: text -> a number from low to high. nan and inf are none."""
-    def read(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if low <= value <= high:
-            return value
-        name = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"must be a {name} from {low:g} to {high:g}, not {text!r}")
-    return read
-
-
-def words(text):
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-COUNT, FROM_0 = number(int, 1, 10**9), number(int, 0, 10**9)
-RATE, SHARE, WEIGHT = number(float, 1e-12, 1), number(float, 0, 1), number(float, 0, 1e6)
-TEMPERATURE, BOUND = number(float, 0.01, 100), number(float, 1e-6, 1e6)
+COUNT, FROM_0 = (int, 1, 10**9), (int, 0, 10**9)  # (kind, lowest, highest)
+RATE, SHARE, WEIGHT = (float, 1e-12, 1), (float, 0, 1), (float, 0, 1e6)
+TEMPERATURE, BOUND = (float, 0.01, 100), (float, 1e-6, 1e6)
+TEXT, YES_OR_NO = "text", None
 REWARD_TOKENS = {"high": HIGH, "low": LOW, "none": None}
-YES_OR_NO = None
 
 # block: (flag, default, values, meaning)
 SETTINGS = {
     "this call": [
-        ("--out", "runs/bfcl", words, "folder of the run"),
+        ("--out", "runs/bfcl", TEXT, "folder of the run"),
         ("--stage", "all", ["all", "data", "stage1", "stage2", "eval"],
          "run one stage alone; what earlier ones left in --out is picked up"),
         ("--resume", False, YES_OR_NO, "go on from the last checkpoint in --out"),
@@ -66,7 +46,7 @@ SETTINGS = {
         ("--goals", list(REWARD_TOKENS), list(REWARD_TOKENS), "reward tokens to evaluate under"),
     ],
     "arm": [
-        ("--model", "Qwen/Qwen2.5-7B-Instruct", words, "causal LM with a chat template: hub name or folder"),
+        ("--model", "Qwen/Qwen2.5-7B-Instruct", TEXT, "causal LM with a chat template: hub name or folder"),
         ("--init", "rctp", ["rctp", "sft", "none"], "stage 1: reward-conditioned, on experts alone, or none"),
         ("--rl", "rc-grpo", ["rc-grpo", "grpo", "none"],
          "stage 2: a reward token drawn for each rollout, plain GRPO, or none"),
@@ -76,7 +56,7 @@ SETTINGS = {
         ("--seed", 0, FROM_0, "of everything random"),
     ],
     "stage 1": [
-        ("--stage1", None, words, "start stage 2 from the stage-1 model in this folder; train none"),
+        ("--stage1", None, TEXT, "start stage 2 from the stage-1 model in this folder; train none"),
         ("--failures", "rollout", ["rollout", "corrupt"],
          "failures for RCTP: of the base model, topped up by corrupted experts; or only those"),
         ("--failure-temperature", 0.7, TEMPERATURE, "of the base model's rollouts that become failures"),
@@ -131,7 +111,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
                 several = "+" if isinstance(default, list) else None
                 group.add_argument(flag, default=default, choices=values, nargs=several, help=shown)
             else:
-                group.add_argument(flag, default=default, type=values, metavar="X", help=shown)
+                read = some_text if values is TEXT else number(*values)
+                group.add_argument(flag, default=default, type=read, metavar="X", help=shown)
     s = parser.parse_args(argv)
     s.epochs = s.epochs or {"rctp": 5, "sft": 2, "none": 1}[s.init]
     s.batch = s.batch or {"rc-grpo": 256, "grpo": 64, "none": 1}[s.rl]
@@ -150,12 +131,32 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     return s
 
 
+def number(kind, low, high):
+    """What argparse calls to read a flag: text -> a number from low to high. nan and inf are none."""
+    def read(text):
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        name = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"must be a {name} from {low:g} to {high:g}, not {text!r}")
+    return read
+
+
+def some_text(text):
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def binding_settings(s) -> dict:
     names = [flag[2:].replace("-", "_") for block in BINDING for flag, *_ in SETTINGS[block]]
     return {name: getattr(s, name) for name in names}
 
 
 # ===== 2. The pipeline ======================================================================================
+# Defined further down: run.steps gives the steps left to do, with checkpoints between them, run.log writes
+# metrics.jsonl, run.finish saves the stage's model; processes.mine(items) is this process's share of them,
+# processes.gather(items) everybody's.
 def pipeline(s, processes: Processes, train_env=None):
     """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already.
 
@@ -171,8 +172,8 @@ def pipeline(s, processes: Processes, train_env=None):
         final = start if s.rl == "none" else run.folder / "model"
         limits = {"max_turns": s.max_turns, "max_tokens": s.max_tokens}
         both_stages = {"tokens_per_pass": s.tokens_per_pass, "max_grad_norm": s.max_grad_norm}
-        policy = partial(make_policy, tokenizer=tokenizer, sampler=s.sampler, max_new_tokens=s.max_new_tokens,
-                         cache_tokens=s.rollout_tokens)
+        policy_of = partial(make_policy, tokenizer=tokenizer, sampler=s.sampler, max_tokens=s.max_tokens,
+                            max_new_tokens=s.max_new_tokens, cache_tokens=s.rollout_tokens)
 
         def load(path):
             return load_model(str(path), tokenizer, processes, checkpointing=processes.cuda)
@@ -182,8 +183,10 @@ def pipeline(s, processes: Processes, train_env=None):
 
         def base_policy():
             generator = seeded(processes, s.seed, "failures", processes.rank)
-            return policy(load_to_sample(s.model), generator=generator, temperature=s.failure_temperature)
+            model = load_to_sample(s.model)
+            return policy_of(model, generator=generator, temperature=s.failure_temperature)
 
+        # data, stage 1
         trained_here = s.init != "none" and not s.stage1
         if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
             data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
@@ -194,21 +197,28 @@ def pipeline(s, processes: Processes, train_env=None):
                          **both_stages)
         if trained_here:
             there_is(stage1, "stage1")
+
+        # stage 2
         if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
             make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
             p = p_of_stage2(s.init, s.rl, s.p_high)
-            watch = partial(evaluate_some, processes, some_of(test), partial(BFCLEnv, protocol=s.protocol),
-                            partial(policy, temperature=0), tokenizer,
-                            REWARD_TOKENS[own_reward_token(s.init, s.rl)], limits)
-            train_stage2(run, train, load(start), tokenizer, make_env,
-                         partial(policy, temperature=s.temperature), s.steps, s.batch, s.lr, s.seed, limits,
-                         G=s.group_size, p=p, stratified=s.stratified, beta=s.beta, clip=s.clip,
-                         ratio=s.ratio, updates=s.updates, watch=watch, eval_every=s.eval_every,
+            reward_token = REWARD_TOKENS[own_reward_token(s.init, s.rl)]
+
+            def watch(model):
+                return evaluate_some(processes, some_of(test), partial(BFCLEnv, protocol=s.protocol),
+                                     policy_of(model, temperature=0), tokenizer, reward_token, limits)
+
+            sampling_policy_of = partial(policy_of, temperature=s.temperature)
+            train_stage2(run, train, load(start), tokenizer, make_env, sampling_policy_of, s.steps, s.batch,
+                         s.lr, s.seed, limits, G=s.group_size, p=p, stratified=s.stratified, beta=s.beta,
+                         clip=s.clip, ratio=s.ratio, updates=s.updates, watch=watch, eval_every=s.eval_every,
                          **both_stages)
+
+        # evaluation
         if s.stage in ("all", "eval"):
             if s.rl != "none":
                 there_is(final, "stage2")
-            evaluate(run, test, load_to_sample(final), tokenizer, partial(policy, temperature=0), limits,
+            evaluate(run, test, load_to_sample(final), tokenizer, partial(policy_of, temperature=0), limits,
                      s.goals, s.split, s.protocol, *trained_arm(s))
 
 
@@ -327,16 +337,16 @@ def train_stage1(run: Run, data: list[Trajectory], model, tokenizer, epochs: int
     run.finish("stage1", model, tokenizer)
 
 
-def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy, steps: int, batch: int,
+def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy_of, steps: int, batch: int,
                  lr: float, seed: int, limits: dict, beta: float, G: int, watch, eval_every: int,
                  **step_settings):
-    """RC-GRPO or GRPO. policy: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`.
+    """RC-GRPO or GRPO. policy_of: (model, generator=...) -> a policy. step_settings: those of `rcgrpo_step`.
 
     watch: (model) -> metrics of test tasks, asked for before every eval_every-th step."""
     processes = run.processes
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
     ref_model = processes.reference(model) if beta else None  # the stage-1 model: no checkpoint is loaded yet
-    actor = processes.whole_copy(model) if processes.sharded else model
+    actor = processes.whole_copy(model) if processes.sharded else model  # rollouts need whole weights
     for step in run.steps("stage2", steps, model, optimizer):
         if actor is not model:
             processes.refresh(actor, model)
@@ -347,7 +357,7 @@ def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy
         with rollout_bar("rollouts", len(tasks) * G, processes) as progress:
             metrics, trajectories = rcgrpo_step(
                 model, ref_model, optimizer, tasks, make_env,
-                policy(actor, generator=seeded(processes, *key, "sample")), tokenizer, G=G, beta=beta,
+                policy_of(actor, generator=seeded(processes, *key, "sample")), tokenizer, G=G, beta=beta,
                 generator=torch.Generator().manual_seed(reward_token_seed),
                 limits={**limits, "progress": progress}, gather=processes.gather, mine=processes.mine,
                 **step_settings,
@@ -369,17 +379,18 @@ def own_reward_token(init: str, rl: str) -> str:
     return "high" if init == "rctp" or rl == "rc-grpo" else "none"
 
 
-def evaluate(run: Run, test: list[dict], model, tokenizer, policy, limits: dict, goals: list[str], split: str,
-             protocol: str, init: str, rl: str) -> dict:
-    """Greedy rollouts of all test tasks under each goal: eval.json, trajectories.jsonl, a table.
+def evaluate(run: Run, test: list[dict], model, tokenizer, policy_of, limits: dict, goals: list[str],
+             split: str, protocol: str, init: str, rl: str) -> dict:
+    """Greedy rollouts of all test tasks under each reward token: eval.json, trajectories.jsonl, a table.
 
-    policy: (model) -> a greedy policy.  init, rl: the arm that made the model."""
+    policy_of: (model) -> a greedy policy.  init, rl: the arm that made the model."""
     lines = []
     for goal in goals:
         tasks = run.processes.mine(test)
         envs = [BFCLEnv(task, protocol) for task in tasks]
         with rollout_bar(f"evaluation, {goal}", len(tasks), run.processes) as progress:
-            played = rollout(envs, [REWARD_TOKENS[goal]] * len(tasks), policy(model), tokenizer, **limits,
+            reward_tokens = [REWARD_TOKENS[goal]] * len(tasks)
+            played = rollout(envs, reward_tokens, policy_of(model), tokenizer, **limits,
                              progress=progress) if tasks else []
         for task, env, t in zip(tasks, envs, played, strict=True):
             reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
@@ -507,7 +518,7 @@ CLOSING = "\n\nComplete all steps with the tools, in this order, and call done()
 DONE = json.dumps({"type": "function", "function": {
     "name": "done", "description": "Say that all steps are complete; this ends the conversation.",
     "parameters": {"type": "object", "properties": {}, "required": []}}})
-JSON_TYPES = {"dict": "object", "float": "number"}  # the two type names in the docs that JSON schema lacks
+JSON_TYPES = {"dict": "object", "float": "number"}  # two type names in the docs, and those of JSON schema
 
 
 class Tool(NamedTuple):
@@ -515,18 +526,6 @@ class Tool(NamedTuple):
     api: str  # the API class that has it as a method
     text: str  # what the model reads: one line of JSON
     signature: inspect.Signature  # of the method, self first
-
-
-def json_schema(node):
-    """The docs with JSON-schema types at every depth. A parameter that is called "type" has a dict there."""
-    if isinstance(node, list):
-        return [json_schema(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    schema = {key: json_schema(value) for key, value in node.items()}
-    if isinstance(node.get("type"), str):
-        schema["type"] = JSON_TYPES.get(node["type"], node["type"])
-    return schema
 
 
 def api_class(name: str) -> type:
@@ -540,9 +539,10 @@ def class_tools(api: str) -> dict[str, Tool]:
     tools = {}
     for doc in read_lines(bfcl_data() / "multi_turn_func_doc" / FILES[api]):
         name = doc["name"]
-        parameters = json_schema(doc["parameters"])
-        shown = {"name": name, "description": doc["description"], "parameters": parameters}
+        shown = {"name": name, "description": doc["description"], "parameters": doc["parameters"]}
         text = json.dumps({"type": "function", "function": shown}, ensure_ascii=False)
+        for docs, schema in JSON_TYPES.items():  # quotes in descriptions are escaped: only types are found
+            text = text.replace(f'"type": "{docs}"', f'"type": "{schema}"')
         tools[name] = Tool(name, api, text, inspect.signature(getattr(api_class(api), name)))
     return tools
 
@@ -858,7 +858,7 @@ class BFCLEnv:
                 any tool call ends the episode too. Reward: eq. 5.
     "turns":    the leaderboard's protocol: turn by turn, miss_func's late tools announced in theirs; a
                 message without a readable call ends the turn. Reward: what the benchmark's checker says.
-    `tools` are the tools shown at the moment, nothing else can be called; `calls` is what really ran;
+    `tools` are the tools shown at the moment, others cannot be called (but see `_call`); `calls` is what ran;
     `reason` says why the reward is what it is; `log` is the whole conversation, ready for JSON."""
 
     def __init__(self, task: dict, protocol: str = "combined"):
@@ -1143,7 +1143,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -1157,7 +1162,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rcgrpo import add_reward_tokens, chat_format, context_length, model_policy, weights_version
 
@@ -1214,26 +1219,23 @@ class Processes:
         """How torch.distributed.checkpoint is to talk to the others."""
         return {"no_dist": True} if self.size == 1 else {"process_group": self.objects}
 
-    def leave(self):
-        """End one of several processes when all have finished."""
-        self.gather([])
+    def end(self, error: BaseException | None = None):
+        """End one of several processes, when all have finished or this one failed, without Python's teardown:
+        it waits for the others (NCCL), which may wait for this one, or now and then aborts (gloo). torchrun
+        ends those that wait."""
         if self.size > 1:
-            self._end(0)
-
-    def fail(self, error: BaseException):
-        """End one of several processes that failed. The others may wait for it: torchrun ends them."""
-        if not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        elif isinstance(error.code, str):
-            print(error, file=sys.stderr)
-        self._end(1)
-
-    def _end(self, code: int):
-        """Without Python's teardown, which waits for the others (NCCL) or now and then aborts (gloo)."""
-        WORKER.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+            if error is None:
+                self.gather([])
+            elif not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            elif isinstance(error.code, str):
+                print(error, file=sys.stderr)
+            WORKER.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1 if error else 0)
+        if error:
+            raise error
 
     def shard(self, model):
         """FSDP2: every process holds 1/N of weights, gradients and moments; a GPU computes in bf16. Gradients
@@ -1326,15 +1328,20 @@ def save_model(model, tokenizer, folder: Path, processes: Processes, origin: dic
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
-def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
+def make_policy(model, tokenizer, temperature, sampler, max_tokens, max_new_tokens, cache_tokens,
+                generator=None):
     """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and
     slower without: "auto" looks for that. Its cache is shared and not padded; three times as large, it holds
     a step of the paper's on eight GPUs."""
-    flash = model.device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
-    if sampler == "plain" or sampler == "auto" and not flash:
+    if sampler == "plain" or sampler == "auto" and not has_flash(model.device.type == "cuda"):
         return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
     stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
-    return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens)
+    return ContinuousPolicy(model, stop_ids, temperature, max_tokens, max_new_tokens, seed, 3 * cache_tokens)
+
+
+def has_flash(gpu: bool) -> bool:
+    available = is_flash_attn_2_available, is_flash_attn_3_available
+    return gpu and any(there_is_one(kernels_fallback_ok=True) for there_is_one in available)
 
 
 class ContinuousPolicy:
@@ -1342,19 +1349,21 @@ class ContinuousPolicy:
     place.
 
     Keys and values of full pages are kept and found again: in the next turn, by the group's other rollouts.
-    model: a plain copy, not sharded.  seed: fixes the draws of the first call, of the second, ...
-    cache_tokens: most tokens whose keys and values are held.
+    model: a plain copy, not sharded.  max_tokens: the longest row there will be.
+    seed: fixes the draws of the first call, of the second, ...
+    cache_tokens: most tokens whose keys and values are held; a row of max_tokens always has room.
     N lists of ids -> N lists of ids. Raises RuntimeError if any of the N failed. `close` frees everything.
     """
 
     PAGE = 256  # tokens; what flash attention reads in place
 
-    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19):
+    def __init__(self, model, stop_ids, temperature, max_tokens, max_new_tokens, seed, cache_tokens=2**19):
         # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
         draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
         self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
                                            eos_token_id=sorted(stop_ids))
-        self.model, self.temperature, self.max_tokens = model, temperature, context_length(model.config)
+        self.model, self.temperature = model, temperature
+        self.max_tokens = min(max_tokens, context_length(model.config))
         self.cache_tokens, self.seeds, self.manager = cache_tokens, torch.Generator().manual_seed(seed), None
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # errors are raised below
 
@@ -1385,15 +1394,16 @@ class ContinuousPolicy:
     def _start(self, prompts):
         lengths, longest_action = [len(prompt) for prompt in prompts], self.generation.max_new_tokens
         pages = sum(math.ceil((length + longest_action) / self.PAGE) for length in lengths)
+        longest_row = math.ceil((self.max_tokens + longest_action) / self.PAGE)
         config = ContinuousBatchingConfig(
             page_size=self.PAGE,
             # room for this turn and later ones, up to the limit; the default is 90 % of the free memory
-            num_blocks=math.ceil(min(4 * pages, self.cache_tokens / self.PAGE)),
+            num_blocks=max(longest_row, math.ceil(min(4 * pages, self.cache_tokens / self.PAGE))),
             max_batch_tokens=min(max(sum(lengths), self.PAGE), 2048),  # without flash: a mask of this x cache
             disable_nccl_graph_mixing=False,  # for tensor parallelism; it would set an environment variable
             seed=0,  # else it draws one
         )
-        hints = WorkloadHints(max(lengths), longest_action, len(prompts))
+        hints = WorkloadHints(self.max_tokens, longest_action, len(prompts))
         self.weights, self.training = weights_version(self.model), self.model.training
         manager = self.model.init_continuous_batching(self.generation, config, hints)
         manager.start()
@@ -1407,12 +1417,12 @@ class ContinuousPolicy:
             self.model.train(self.training)
 
 
-def evaluate_some(processes, tasks, make_env, policy, tokenizer, reward_token, limits, model) -> dict:
+def evaluate_some(processes, tasks, make_env, policy, tokenizer, reward_token, limits) -> dict:
     """Success on a few test tasks along the way, with its 95 % interval. Only to be watched: the best
-    checkpoint by it would be selected on the test tasks. policy: (model) -> a greedy policy."""
+    checkpoint by it would be selected on the test tasks."""
     mine = processes.mine(tasks)
     envs = [make_env(task) for task in mine]
-    played = rollout(envs, [reward_token] * len(mine), policy(model), tokenizer, **limits) if mine else []
+    played = rollout(envs, [reward_token] * len(mine), policy, tokenizer, **limits) if mine else []
     k = sum(processes.gather([sum(t.reward == 1 for t in played)]))
     low, high = wilson(k, len(tasks))
     return {"test_success": k / len(tasks), "test_low": low, "test_high": high, "test_tasks": len(tasks)}
@@ -1606,12 +1616,12 @@ class Run:
             raise SystemExit(f"{self.folder} holds an unfinished {stage} ({folders[0].name}): add --resume "
                              "to go on with it, or choose another --out.")
         for folder in folders:
-            saved, error = self.processes.attempt(checkpoint.FileSystemReader(folder).read_metadata)
+            state = training_state(model, optimizer)
+            load = partial(checkpoint.load, state, checkpoint_id=folder, **self.processes.together())
+            _, error = self.processes.attempt(load)
             if not error:
-                load = partial(checkpoint.load, checkpoint_id=folder, **self.processes.together())
-                state = training_state(model, optimizer, saved.state_dict_metadata)
-                _, error = self.processes.attempt(partial(load, state))
-            if not error:
+                set_state_dict(model, optimizer, model_state_dict=state["model"],
+                               optim_state_dict=state["optimizer"])
                 return int(folder.name.rsplit("-", 1)[1])
             self.say(f"{folder} cannot be read ({error.splitlines()[0]}); trying the one before it")
         if folders:
@@ -1636,26 +1646,9 @@ class Run:
             tqdm.write(text)
 
 
-@torch.no_grad()
-def training_state(model, optimizer, saved: dict | None = None) -> dict:
-    """All that training changes, by name: weights, and what the optimizer keeps for each of them.
-
-    saved: the names in a checkpoint, with sizes; the optimizer gets places to load them into."""
-    parameters, state = dict(model.named_parameters()), {}
-    if saved is not None:
-        optimizer.state.clear()
-        for key, entry in saved.items():
-            kind, *name, slot = key.split(".")
-            if kind == "optimizer":
-                parameter = parameters[".".join(name)]
-                moment = entry.size == parameter.shape  # else a count of steps
-                place = torch.zeros_like(parameter) if moment else torch.zeros(entry.size)
-                optimizer.state[parameter][slot] = place
-    for name, parameter in parameters.items():
-        state[f"model.{name}"] = parameter
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            state[f"optimizer.{name}.{slot}"] = value
-    return state
+def training_state(model, optimizer) -> dict:
+    """All that training changes, by name; a new optimizer gets places for its moments."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 # torch.distributed.checkpoint warns a process that is alone
@@ -1671,16 +1664,12 @@ def lock_folder(folder: Path):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a")
-    except OSError as error:
-        raise SystemExit(f"--out {folder} cannot be used: {type(error).__name__}: {error}") from None
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
     except OSError as error:
-        lock.close()
-        if isinstance(error, BlockingIOError):
-            error = "another process is at work there: wait for its end, or choose another"
-        raise SystemExit(f"--out {folder} cannot be locked: {error}") from None
-    return lock
+        busy = "another process is at work there: wait for its end, or choose another"
+        reason = busy if isinstance(error, BlockingIOError) else f"{type(error).__name__}: {error}"
+        raise SystemExit(f"--out {folder} cannot be used: {reason}") from None
 
 
 def there_is(folder: Path, stage: str):
@@ -1907,6 +1896,9 @@ def plan(args, tokenizer, train, test, processes: int, gpu: bool, available: flo
         raise SystemExit(f"cannot load the configuration of {args.stage1 or args.model!r}: {error}") from None
     n_params = count_parameters(config)
     experts = [expert_play(task, args, tokenizer) for task in tqdm(train, desc="measuring", leave=False)]
+    if torch.cuda.is_available():  # the hours are for the GPU that is there, if we know it
+        there = torch.cuda.get_device_name().lower()
+        args.gpu = next((name for name in GPUS if name in there), args.gpu)
     print(describe(args, train, test, [len(t.ids) for t in experts], processes, n_params, gpu))
 
     def need(n):
@@ -1938,26 +1930,20 @@ def describe(args, train, test, lengths: list[int], processes: int, n_params: in
     too_long = sum(n > args.max_tokens for n in lengths)
     rows = (len(lengths) - too_long) * (2 if args.init == "rctp" else 1)
     steps = math.ceil(rows / args.stage1_batch) * args.epochs
-    stage1 = stage2 = "none"
-    if args.init != "none" and not args.stage1:
-        stage1 = (f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, "
-                  f"lr {args.stage1_lr}")
-    if args.rl != "none":
-        stage2 = (f"{args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, "
-                  f"beta {args.beta}")
-    leak = "no test task's gold calls occur in training"
-    if args.split != "grouped":
-        leak = (f"{leaked(train, test)} of {len(test)} test tasks have a training task with the same gold "
-                "calls: memorisation helps")
+    stage1 = (f"{steps} steps: {rows} trajectories, {args.epochs} epochs, batch {args.stage1_batch}, "
+              f"lr {args.stage1_lr}")
+    stage2 = (f"{args.steps} steps of {args.batch} tasks x G = {args.group_size} rollouts, lr {args.lr}, "
+              f"beta {args.beta}")
     lines = [
         f"arm        {args.init} + {args.rl} on {args.model}, {n_params / 1e9:.2f} G parameters, {processes} "
         f"{'GPU' if gpu else 'CPU process'}(s)",
-        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {leak}",
+        f"tasks      {len(train)} training, {len(test)} test, split {args.split}: {leaked(train, test)} test "
+        "tasks have a training task with the same gold calls",
         f"protocol   {args.protocol}",
         f"tokens     experts {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
         f"{too_long} longer than --max-tokens {args.max_tokens} are left out",
-        f"stage 1    {stage1}",
-        f"stage 2    {stage2}",
+        f"stage 1    {stage1 if args.init != 'none' and not args.stage1 else 'none'}",
+        f"stage 2    {stage2 if args.rl != 'none' else 'none'}",
         f"evaluation {len(test)} tasks under {', '.join(args.goals)}",
     ]
     if args.init == "rctp" and args.epochs == 5 or args.rl != "none" and args.batch in (64, 256):
@@ -2015,8 +2001,7 @@ def bytes_in_cache(config, compute: int) -> int:
 
 
 def is_continuous(args, gpu: bool) -> bool:
-    flash = gpu and is_flash_attn_2_available(kernels_fallback_ok=True)
-    return args.sampler == "continuous" or args.sampler == "auto" and flash
+    return args.sampler == "continuous" or args.sampler == "auto" and has_flash(gpu)
 
 
 def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
@@ -2028,7 +2013,8 @@ def host_and_disk(args, n_params: int, processes: int) -> tuple[float, float]:
 def hours(args, experts: list[Trajectory], config, n_params: int, processes: int) -> str:
     """The model's time on --gpu, and what it assumes."""
     stage1, *step = seconds(args, experts, config, n_params, processes)
-    sampler = "continuous batching" if is_continuous(args, True) else "the plain sampler"
+    sampler = "continuous batching" if is_continuous(args, True) else (
+        "the plain sampler (with flash attention, or --sampler continuous here, the other)")
     lines = []
     if args.init != "none" and not args.stage1:
         lines.append(f"stage 1 {stage1 / 3600:.1f} h")
@@ -2088,20 +2074,22 @@ def count_parameters(config) -> int:
 
 
 def expert_play(task: dict, args, tokenizer) -> Trajectory:
-    env, policy = BFCLEnv(task, args.protocol), scripted_policy(expert_turns(task, args.protocol), tokenizer)
-    (trajectory,) = rollout([env], [None], policy, tokenizer, max_turns=10**6, max_tokens=10**9)
-    return trajectory
+    no_limits = {"max_turns": 10**6, "max_tokens": 10**9}
+    turns = expert_turns(task, args.protocol)
+    return play_script(task, args.protocol, turns, None, tokenizer, no_limits)
 
 
 def memory_there(processes: Processes) -> int:
     """Bytes that are free, per process."""
     if processes.cuda:
         return torch.cuda.mem_get_info(processes.device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes.size
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without what only caches files
+    there = re.search(r"MemAvailable: *(\d+) kB", read_text(Path("/proc/meminfo")))
+    return (1024 * int(there[1]) if there else pages) // processes.size
 
 
 # ===== 17. A tiny run of everything =========================================================================
-SMOKE = ("--out runs/smoke --limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 2 --group-size 3 "
+SMOKE = ("--out runs/smoke --limit 4 --epochs 1 --steps 2 --group-size 3 "
          "--max-new-tokens 24 --max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-4").split()
 SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
                   "{% endfor %}"
@@ -2121,9 +2109,10 @@ def smoke(argv: list[str], processes: Processes):
     """Every stage of every arm, with real tasks and observations; only the model is tiny and knows nothing.
 
     argv: flags; what they say goes before what a smoke run has in their place."""
+    shared = ["--stage1-batch", str(4 * processes.size), "--batch", str(2 * processes.size)]
     s = parse_arguments([*SMOKE, *argv])
     out = Path(s.out)
-    argv = [flag for flag in argv if flag != "--smoke"]
+    argv = [*shared, *(flag for flag in argv if flag != "--smoke")]
     given = {flag.partition("=")[0] for flag in argv}
     inits = [s.init] if "--init" in given else ["rctp", "sft", "none"]
     rls = [s.rl] if "--rl" in given else ["rc-grpo", "grpo", "none"]
@@ -2179,23 +2168,23 @@ def main(argv=None):
     if s.plan:
         tokenizer = check_everything(s, processes=1)
         train, test = choose_tasks(s.split, s.limit)
-        return plan(s, tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
-    processes = Processes(s.offload)
+        if int(os.environ.get("RANK", 0)) == 0:  # torchrun's flags say for how many GPUs
+            plan(s, tokenizer, train, test, int(os.environ.get("WORLD_SIZE", 1)), gpu=True, available=None)
+        return
+    processes, error = Processes(s.offload), None
     try:
         if s.smoke:
             smoke(argv, processes)
         else:
             pipeline(s, processes)
-        processes.leave()
-    except BaseException as error:
-        stopped = None
-        if isinstance(error, KeyboardInterrupt):
-            stopped = SystemExit(f"\nstopped; {s.out} is whole, and the same command with --resume goes on")
-        if processes.size > 1:
-            processes.fail(stopped or error)
-        if stopped:
-            raise stopped from None
-        raise
+    except KeyboardInterrupt:
+        error = SystemExit(f"\nstopped; {s.out} is whole, and the same command with --resume goes on")
+    except BaseException as failure:
+        error = failure
+        if any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in (error, error.__cause__)):
+            print("Out of memory: in an update lower --tokens-per-pass, in rollouts --rollout-tokens, or "
+                  "take --offload or more GPUs; all of them may change with --resume", file=sys.stderr)
+    processes.end(error)
 
 
 if __name__ == "__main__":
