@@ -220,11 +220,9 @@ def test_the_examples_in_the_docstrings_are_true():
 
 
 def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
-    texts = ("system", "s"), ("user", "a"), ("assistant", "x"), ("user", "b")
-    messages = [{"role": role, "content": text} for role, text in texts]
+    messages = [{"role": "system", "content": "s"}, *user("a"), *tool("x"), *user("b")]
     said = [m["content"] for m in inject_reward_token(messages, LOW)]
-    assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"]
-    assert messages[1]["content"] == "a"
+    assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"] and messages[1]["content"] == "a"
 
 
 @pytest.mark.parametrize("R, threshold, token", [(1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH)])
@@ -276,6 +274,37 @@ def plain_scores(model, trajectories, temperature=1.0):
     return [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logps, entropies)]
 
 
+class Together:
+    """Processes as threads of this one: they meet in every collective, or the test fails."""
+
+    def __init__(self, models):
+        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
+        for process, model in enumerate(models):
+            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
+            for name, parameter in model.named_parameters():
+                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
+
+    def exchange(self, process, value):
+        self.values[process] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def sum(self, process, name, gradient):
+        """As sharded models do: gradients are summed over processes when they are made."""
+        everyones = self.exchange(process, (name, gradient))
+        assert {other for other, _ in everyones} == {name}
+        return sum(g for _, g in everyones)
+
+    def run(self, work):
+        def with_gather(process):
+            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
+
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(with_gather, range(len(self.values))))
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.5)
 
@@ -311,7 +340,8 @@ def assert_moved_alike(start, ours, expected):
 
 
 def assert_close(metrics, expected):
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
+    for name, value in expected.items():
+        assert metrics[name] == (value if value is None else pytest.approx(value, rel=2e-4, abs=2e-5)), name
 
 
 def policy_model(vocabulary=50, seed=0):
@@ -326,34 +356,35 @@ def feeds(model):
     return shapes
 
 
-@pytest.mark.parametrize("limit, max_grad_norm, by, n_passes", [
-    (10**6, 0.5, sgd, 1), (30, math.inf, sgd, 7), (1, 0.5, adamw, 8)])
-def test_a_step_of_stage_1_is_the_one_written_straight_down(limit, max_grad_norm, by, n_passes):
-    model = policy_model().train()
-    start, (expected, metrics) = copy.deepcopy(model), straight_rctp(model, rl_batch(), by, max_grad_norm)
-    assert rcgrpo.packs(model, 100)
-    fed = feeds(model)
-    ours = rctp_step(model, by(model), rl_batch(), limit, max_grad_norm)
-    assert ours.keys() == metrics.keys() and len(fed) == n_passes
-    assert_close(ours, metrics)
-    assert_moved_alike(start, model, expected)
-    assert rctp_loss(torch.tensor([[-1.0, -3.0]])) == 2  # without a mask all count
+@pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
+    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, 7), ([slice(8)], 1, 0.5, adamw, 8),
+    ([slice(6), slice(6, 8)], 30, 1.0, sgd, 5)], ids=["one pass", "passes", "row by row", "two processes"])
+def test_a_step_of_stage_1_is_the_one_written_straight_down(shares, limit, max_grad_norm, by, n_passes):
+    start, batch = policy_model(), rl_batch()
+    models = [copy.deepcopy(start).train() for _ in shares]
+    together, fed = Together(models), feeds(models[0])
+    results = together.run(lambda process, gather: rctp_step(
+        models[process], by(models[process]), batch[shares[process]], limit, max_grad_norm, gather))
+    expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
+    for ours, model in zip(results, models):
+        assert ours.keys() == metrics.keys()
+        assert_close(ours, metrics)
+        assert_moved_alike(start, model, expected)
+    assert len(fed) == n_passes
+    logp, mask = torch.tensor([[-1.0, -3.0, -8.0]]), torch.tensor([[True, True, False]])
+    assert (rctp_loss(logp, mask), rctp_loss(logp)) == (2, 4)
 
 
 # ===== 4. Group sampling =====
 
 
-def test_reward_tokens_are_independent_draws_with_probability_p():
+def test_reward_tokens_are_independent_draws_and_stratified_ones_exactly_round_pG_in_random_order():
     generator = torch.Generator().manual_seed(0)
     one_kind = np.mean([len(set(sample_reward_tokens(5, 0.5, generator))) == 1 for _ in range(5000)])
     assert one_kind == pytest.approx(2 * 0.5**5, abs=0.01)  # a fixed half/half split would never show it
     for p in (0.0, 0.3, 1.0):
         share = np.mean([token == HIGH for token in sample_reward_tokens(20000, p, generator)])
         assert share == pytest.approx(p, abs=0.015 if 0 < p < 1 else 0)
-
-
-def test_stratified_reward_tokens_are_exactly_round_pG_in_random_order():
-    generator = torch.Generator().manual_seed(0)
     for G, p, high in ((5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)):
         draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
         assert {draw.count(HIGH) for draw in draws} == {high}
@@ -385,23 +416,27 @@ def env_with(answers=("ok",), **methods):
 
 
 @every_tokenizer
-def test_sampled_ids_are_never_encoded_again(name):
+def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are_ordinary_text(name):
     tokenizer, chat, prompts = unchanged(name), chat_format(unchanged(name)), []
-
     encode = partial(tokenizer.encode, add_special_tokens=False)
     odd = [encode(c)[0] for c in '{"na']  # one character at a time: real encoding would merge some of them
     assert encode(tokenizer.decode(odd)) != odd
     if name == "qwen2_5":
         assert odd[:2] == [90, 1] and encode('{"') == [4913]
+    controls = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
+    hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
 
     def policy(batch):
         prompts.append(list(batch[0]))
         return [[*odd, chat.end_of_turn]]
 
-    (t,) = rollout([Echo(["one", "two"])], [None], policy, tokenizer)
-    assert t.action_ids == [*odd, chat.end_of_turn] * 3
+    (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
+    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in tokenizer.decode(t.ids)
     for earlier, later in zip(prompts, [*prompts[1:], t.ids]):
         assert later[: len(earlier)] == earlier  # ids only ever grow at the end
+    calm, wild = ([i for i in new if i in controls.values()]
+                  for new in (chat.suffix(tool("x")), prompts[2][len(prompts[1]) + len(odd) + 1 :]))
+    assert calm == wild
 
 
 @every_tokenizer
@@ -425,23 +460,12 @@ def test_a_rollout_has_the_ids_of_one_rendering_of_the_whole_conversation(name, 
     assert env.heard == said  # without them
 
 
-@every_tokenizer
-def test_controls_spelt_in_an_observation_are_ordinary_text(name):
-    tokenizer, chat = unchanged(name), chat_format(unchanged(name))
-    controls = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
-    calm, wild = chat.suffix(tool("x")), chat.suffix(tool(hostile))
-    assert [i for i in wild if i in controls.values()] == [i for i in calm if i in controls.values()]
-    assert hostile in tokenizer.decode(wild)
-
-
 def test_a_rollout_reports_reward_group_reward_token_and_progress():
     envs, still_open = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)], []
     trajectories = played(*envs, reward_tokens=[HIGH, None, LOW], groups=["a", "b", "a"],
                           progress=still_open.append)
-    assert [(t.reward, t.group, t.reward_token, t.truncated) for t in trajectories] == [
-        (0.0, "a", HIGH, False), (1.0, "b", None, False), (0.5, "a", LOW, False)]
-    assert [sum(t.mask) for t in trajectories] == [4, 2, 8]
+    assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
+        (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
     assert still_open == [3, 2, 1, 1, 0]
 
 
@@ -534,29 +558,21 @@ def env_that_fails(place=None):
     ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
     ("step", "env 1 (Echo), turn 1: env.step() raised "),
     ("reward", "env 1 (Echo), turn 2: env.reward() raised "),
-    ("close", "env 1 (Echo), turn last: env.close() raised ")])
-def test_an_env_that_raises_is_named_and_all_envs_are_closed(place, words, threads):
-    made = []
+    ("close", "env 1 (Echo), turn last: env.close() raised "), ("policy", None), ("nowhere", None)])
+def test_an_env_that_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
+    made, policy = [], partial(fail, error=KeyboardInterrupt()) if place == "policy" else says(5, END)
+    policy.close = lambda: made.append(SimpleNamespace(closed=1))
 
     def make_env(task):
         made.append(fail() if (place, task) == ("make", 1) else env_that_fails(place if task == 1 else None))
         return made[-1]
 
-    with pytest.raises(RuntimeError, match=re.escape(words + "OSError: the disk is full")) as caught:
-        collect_groups([0, 1, 2], make_env, says(5, END), TOKENIZER, G=1, threads=threads)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert [env.closed for env in made] == [1] * (1 if place == "make" else 3)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("settings, error", [
-    ({}, None), ({"policy": partial(fail, error=KeyboardInterrupt)}, KeyboardInterrupt),
-    ({"policy": says()}, ValueError), ({"groups": [1]}, ValueError), ({"max_turns": 0}, ValueError)])
-def test_all_envs_are_closed_however_a_rollout_ends(settings, error, threads):
-    envs = [env_that_fails() for _ in range(3)]
-    with pytest.raises(error) if error else nullcontext():
-        played(*envs, threads=threads, **settings)
-    assert [env.closed for env in envs] == [1, 1, 1]
+    error = {"policy": KeyboardInterrupt, "nowhere": None}.get(place, RuntimeError)
+    words = words and re.escape(words + "OSError: the disk is full")
+    with pytest.raises(error, match=words) if error else nullcontext() as caught:
+        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, threads=threads)
+    assert not words or isinstance(caught.value.__cause__, OSError)
+    assert [env.closed for env in made] == [1] * (2 if place == "make" else 4)  # the policy too
 
 
 def test_a_reward_is_any_number_in_0_1_and_nothing_else():
@@ -726,36 +742,29 @@ def straight_update(model, ref, batch, by=sgd, temperature=1.0, clip=0.2, beta=0
     return model, metrics
 
 
-UPDATES = {
-    "the defaults": {},
-    "one product of ratios a trajectory": dict(ratio="trajectory", beta=0.5, updates=2),
-    "groups split": dict(updates=2, beta=0.5, tokens_per_pass=25),
-    "row by row": dict(updates=3, ratio="trajectory", tokens_per_pass=1, max_grad_norm=0.3, temperature=0.7),
-    "AdamW, no KL": dict(updates=2, by=adamw, beta=0.0, clip=0.4, max_grad_norm=math.inf, temperature=1.3),
-}
-
-
-@pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
-def test_an_update_is_the_one_written_straight_down(settings):
+@pytest.mark.parametrize("by, settings", [
+    (sgd, {}), (sgd, dict(ratio="trajectory", beta=0.5, updates=2)),
+    (sgd, dict(updates=2, beta=0.5, tokens_per_pass=25)),  # groups are split
+    (sgd, dict(updates=3, ratio="trajectory", tokens_per_pass=1, max_grad_norm=0.3, temperature=0.7)),
+    (adamw, dict(updates=2, beta=0.0, clip=0.4, max_grad_norm=math.inf, temperature=1.3)),
+])
+def test_an_update_is_the_one_written_straight_down(by, settings):
     model, ref = policy_model().train(), policy_model(seed=1).train()
     start, ref_start = copy.deepcopy(model), copy.deepcopy(ref.state_dict())
     written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
-    expected, metrics = straight_update(model, ref, rl_batch(), **written)
-    given = {name: value for name, value in settings.items() if name != "by"}
-    optimizer = settings.get("by", sgd)(model)
-    ours = rcgrpo_update(model, ref if settings.get("beta", 0.1) else None, optimizer, rl_batch(), **given)
+    expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
+    ours = rcgrpo_update(model, ref if settings.get("beta", 1) else None, by(model), rl_batch(), **settings)
     assert ours.keys() == metrics.keys()
     assert_close(ours, metrics)
     assert_moved_alike(start, model, expected)
-    assert metrics["clip_fraction"] > 0 or not settings.get("updates")  # else nothing was tested
+    assert metrics["clip_fraction"] > 0 or not settings  # else nothing was tested
     assert all(torch.equal(value, ref_start[name]) for name, value in ref.state_dict().items())
     assert all(p.grad is None for p in [*ref.parameters(), *model.parameters()])
 
 
 def test_groups_without_variance_and_rows_without_actions_change_nothing():
     model, silent = policy_model(), [Trajectory([1, 2, 3][:n], [0] * n, group=5) for n in (2, 3)]
-    equal = [replace(t, reward=float(t.group)) for t in rl_batch()]
-    for nothing in (equal, silent):
+    for nothing in ([replace(t, reward=float(t.group)) for t in rl_batch()], silent):
         metrics = rcgrpo_update(model, None, sgd(model), nothing, beta=0)
         assert metrics["loss"] == pytest.approx(0) and metrics["grad_norm"] == metrics["skipped"] == 0
     start = copy.deepcopy(model)
@@ -776,7 +785,7 @@ def test_a_gradient_that_is_not_finite_is_thrown_away_for_good_and_counted(bad):
 
 
 class Parity(Echo):
-    """An env that answers once. R is 1 if the codes of the characters that it heard add up to an even one."""
+    """R is 1 if the codes of the characters that it heard add up to an even number."""
 
     def __init__(self, task):
         super().__init__(["ok"], task)
@@ -785,113 +794,66 @@ class Parity(Echo):
         return float(sum(map(ord, "".join(self.heard))) % 2 == 0)
 
 
-class Chatter:
-    """A policy that says three random letters and claims a temperature."""
+def chatter(temperature=1.0, seed=0):
+    """A policy that says three random letters and claims a temperature, if given."""
+    rng = np.random.default_rng(seed)
 
-    def __init__(self, temperature=1.0, seed=0):
-        self.temperature, self.rng = temperature, np.random.default_rng(seed)
+    def policy(prompts):
+        return [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
 
-    def say(self, prompts):
-        return [[*self.rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
-
-    __call__ = say
-
-
-class Together:
-    """Processes as threads of this one: they meet in every collective, or the test fails."""
-
-    def __init__(self, models):
-        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
-        for process, model in enumerate(models):
-            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
-
-    def exchange(self, process, value):
-        self.values[process] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
-
-    def sum(self, process, name, gradient):
-        """As sharded models do: gradients are summed over processes when they are made."""
-        everyones = self.exchange(process, (name, gradient))
-        assert {other for other, _ in everyones} == {name}
-        return sum(g for _, g in everyones)
-
-    def run(self, work):
-        def with_gather(process):
-            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
-
-        with ThreadPoolExecutor() as threads:
-            return list(threads.map(with_gather, range(len(self.values))))
+    vars(policy).update({"temperature": temperature} if temperature else {})
+    return policy
 
 
-@pytest.mark.parametrize("ratio, shares", [
-    ("token", [slice(0, None, 2), slice(1, None, 2)]), ("trajectory", [slice(None), slice(0, 0)]),
-], ids=["groups dealt", "an empty share"])
-def test_two_processes_make_the_step_of_one(shares, ratio):
-    start, ref, given = policy_model(384), policy_model(384, seed=1), []
+LONG = "the other cat sat on the mat " * 3
+TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # its rollouts are cut
+ONE, DEALT, EMPTY_SHARE = [slice(None)], [slice(0, None, 2), slice(1, None, 2)], [slice(None), slice(0, 0)]
+
+
+@pytest.mark.parametrize("shares, claims, drawing, settings", [
+    (ONE, 1.0, {}, {}),
+    (ONE, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (ONE, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
+    (ONE, 1.0, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+    (EMPTY_SHARE, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
+], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "an empty share"])
+def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_one(
+        shares, claims, drawing, settings):
+    start, ref, given, everyone = policy_model(384), policy_model(384, seed=1), [], []
     models, refs = ([copy.deepcopy(model) for _ in shares] for model in (start, ref))
     assert all(rcgrpo.packs(ref, 1) for ref in refs)
-    more = dict(updates=2, beta=0.5, ratio=ratio)
 
     def work(process, gather):
         def mine(groups):
             given.append(groups)
             return groups[shares[process]]
 
-        tasks = ["the cat", "the other cat sat on the mat"][: 2 - process]  # both call their first group 0
         model, generator = models[process], torch.Generator().manual_seed(process)
-        return rcgrpo_step(model, refs[process], sgd(model), tasks, Parity, Chatter(seed=process), TOKENIZER,
-                           G=4, tokens_per_pass=150, generator=generator, gather=gather, mine=mine, **more)
+        tasks = ["the cat", LONG][: 2 - process]  # both call their first group 0
+        return rcgrpo_step(
+            model, refs[process], sgd(model), tasks, Parity, chatter(claims, process), TOKENIZER,
+            gather=gather, generator=generator, mine=mine, tokens_per_pass=150, **drawing, **settings)
 
-    (first, of_first), (second, of_second) = Together(models).run(work)
-    assert [t.group for t in of_first + of_second] == [0] * 4 + [1] * 4 + [0] * 4
-    everyone = of_first + [replace(t, group=2) for t in of_second]
-    expected, metrics = straight_update(start, ref, everyone, **more)
-    assert metrics["clip_fraction"] > 0
-    metrics.update(group_metrics(everyone, 0.5))
-    for ours, model in ((first, models[0]), (second, models[1])):
+    together, fed = Together(models), feeds(models[0])
+    results = together.run(work)
+    draw = {"p": 0.5, **drawing}
+    draw.pop("limits", None)
+    for process, (_, rollouts) in enumerate(results):
+        draw["generator"] = torch.Generator().manual_seed(process)
+        groups = collect_groups(range(2 - process), lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
+        assert [(t.group, t.reward_token) for t in rollouts] == [(t.group, t.reward_token) for t in groups]
+        everyone += [replace(t, group=10 * process + t.group) for t in rollouts]
+    expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims, **settings})
+    assert metrics["clip_fraction"] > 0 or not settings
+    metrics.update(group_metrics(everyone, draw["p"]))
+    for (ours, _), model in zip(results, models):
         assert ours.keys() == metrics.keys() | {"rollout_seconds", "update_seconds"}
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
     lengths = [sum(len(everyone[row].ids) for row in rows) for rows in given[0]]
-    assert given[0] == given[1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
-
-
-def test_two_processes_make_the_step_of_one_in_stage_1():
-    start, batch = policy_model(), rl_batch()
-    models, shares = [copy.deepcopy(start) for _ in range(2)], [batch[:6], batch[6:]]
-    results = Together(models).run(lambda process, gather: rctp_step(
-        models[process], sgd(models[process]), shares[process], 30, gather=gather))
-    expected, metrics = straight_rctp(start, batch)
-    for ours, model in zip(results, models):
-        assert_close(ours, metrics)
-        assert_moved_alike(start, model, expected)
-
-
-@pytest.mark.parametrize("claims, drawing, settings", [  # claims: the policy's temperature
-    (1.0, {}, {}),
-    (0.7, dict(G=4, p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
-], ids=["the defaults", "plain GRPO", "stratified"])
-def test_a_step_hands_each_setting_to_what_it_names(claims, drawing, settings):
-    start, ref, generator = policy_model(384), policy_model(384, seed=1), torch.Generator().manual_seed(2)
-    policy, model = Chatter(claims) if claims else Chatter(claims).say, copy.deepcopy(start)
-    assert rcgrpo.packs(model, 1)
-    fed, optimizer = feeds(model), sgd(model)
-    step = partial(rcgrpo_step, model, ref, optimizer, ["the cat"], Parity, policy, TOKENIZER)
-    metrics, rollouts = step(generator=generator, tokens_per_pass=1, **drawing, **settings)
-    drawing = {"G": 5, "p": 0.5, "generator": torch.Generator().manual_seed(2), **drawing}
-    tokens = [None] * 4 if drawing["p"] is None else sample_reward_tokens(**drawing)
-    assert [t.reward_token for t in rollouts] == tokens
-    expected, written = straight_update(start, ref, rollouts, **{"temperature": claims, **settings})
-    assert_close(metrics, written)
-    assert_moved_alike(start, model, expected)
-    assert len(fed) == len(rollouts) * settings.get("updates", 1)
-    assert step(limits={"max_turns": 1}, **settings)[0]["truncated"] == 1 > metrics["truncated"]
+    assert given[0] == given[-1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
+    assert max(tokens for _, tokens in fed) <= 150 < sum(lengths)
+    assert (metrics["truncated"] > 0) == ("limits" in drawing)
 
 
 # ===== 9. What to watch, and the two propositions =====
@@ -908,50 +870,31 @@ def test_metrics_by_hand():
     expected = {
         "reward": 0.75, "reward_high": 1, "reward_low": 0.6, "reward_high_minus_low": 0.4, "tokens": 16,
         "sigma": 0.25, "zero_std": 0.5, "sigma2": 0.125, "truncated": 0, "advantage_std": 0.5**0.5,
-        "sigma2_floor": 3 / 4 * 0.25 * 0.4**2, "sigma2_ceiling": 3 / 4 * 0.75 * 0.25,
-    }
+        "sigma2_floor": 3 / 4 * 0.25 * 0.4**2, "sigma2_ceiling": 3 / 4 * 0.75 * 0.25}
     assert group_metrics(batch, p=0.5) == pytest.approx(expected, abs=1e-5)
     expected["sigma2_floor"] = 3 / 4 * 3 / 8 * 5 / 8 * 0.4**2  # p as measured
     assert group_metrics(batch) == pytest.approx(expected, abs=1e-5)
     plain = group_metrics(scored([0.1] * 3) + scored([0], truncated=True, group=1))
     assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
-    assert plain["sigma2_floor"] == 0
-    json.dumps(plain, allow_nan=False)
+    assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
 
 @pytest.mark.parametrize("means, p, G, stratified", [  # of R under HIGH and LOW, for each kind of task
-    ([(0.9, 0.1)], 0.5, 5, False), ([(1.0, 0.8)], 0.25, 8, False), ([(1.0, 0.0)], 0.5, 6, True),
-    ([(0.95, 0.1), (0.2, 0.05)], 0.5, 5, False),
-])
+    ([(1.0, 0.8)], 0.25, 8, False), ([(1.0, 0.0)], 0.5, 6, True), ([(0.9, 0.1), (0.2, 0.1)], 0.5, 5, False)])
 def test_proposition_4_3_floor_and_ceiling_of_the_variance(means, p, G, stratified):
     rng, generator, batch = np.random.default_rng(0), torch.Generator().manual_seed(0), []
     for group in range(800):
         tokens = sample_reward_tokens(G, p, generator, stratified)
         mean = dict(zip((HIGH, LOW), means[group % len(means)]))
         batch += scored([rng.random() < mean[token] for token in tokens], tokens, group)
-    metrics = group_metrics(batch, p=p)
-    high, low = np.mean(means, axis=0)
-    m, kappa = p * high + (1 - p) * low, (G - 1) / G * p * (1 - p)
-    assert metrics["sigma2_floor"] == pytest.approx(kappa * (high - low) ** 2, abs=0.015)
-    assert metrics["sigma2_ceiling"] == pytest.approx((G - 1) / G * m * (1 - m), abs=0.015)
+    metrics, sigma2 = group_metrics(batch, p=p), group_metrics(batch)["sigma2"]
     if stratified:  # between-mode variance without the factor (G-1)/G
-        assert metrics["sigma2"] == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
+        assert sigma2 == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
     elif len(means) > 1:  # different tasks: both are bounds
-        assert metrics["sigma2_floor"] + 0.02 < metrics["sigma2"] < metrics["sigma2_ceiling"] - 0.01
-    else:
-        assert metrics["sigma2"] == pytest.approx((G - 1) / G * m * (1 - m), abs=0.015)
-
-
-def test_proposition_4_2_a_peaked_policy_gives_identical_rollouts():
-    T, G, p_optimal = 4, 5, 0.998
-    eps_sft = -math.log(p_optimal)  # KL(point mass || pi) at each step
-    optimal = (np.random.default_rng(0).random((4000, G, T)) < p_optimal).all(2)
-    assert optimal.mean() >= math.exp(-T * eps_sft) - 0.002
-    bound = 1 - G * T * eps_sft
-    assert 0 < bound < 1 and optimal.all(1).mean() >= bound - 0.002  # it is empty once G T eps_sft >= 1
-    collapsed = [group_advantages(row, [0] * G).any() for row in optimal[:200] if row.all()]
-    assert not any(collapsed) and 0 < len(collapsed) < 200
+        assert metrics["sigma2_floor"] + 0.02 < sigma2 < metrics["sigma2_ceiling"] - 0.01
+    else:  # for a 0/1 reward it is the ceiling
+        assert sigma2 == pytest.approx(metrics["sigma2_ceiling"], abs=0.015)
 
 
 # ===== A. Log-probs: of any causal language model, what one plain pass a row gives =====
@@ -1071,9 +1014,8 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
-@pytest.mark.parametrize("shape", ["conditioned", "mixed"])
-def test_one_pass_over_groups_equals_one_pass_a_row(shape):
-    trajectories, model = groups_of_every_kind()[shape], tiny_model(50)
+def test_one_pass_over_groups_equals_one_pass_a_row():
+    trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
     model.set_attn_implementation("eager")
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
     expected = with_gradients(model, logp)
@@ -1134,16 +1076,6 @@ def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
         assert (ours_gradients[name] - gradient).norm() < 0.05 * gradient.norm() + 0.02, name
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("kind", ["qwen2", "bloom"])  # packed, and not
-def test_an_empty_pass_has_no_rows_and_gives_every_weight_a_gradient_of_0(kind):
-    model = tiny(kind)
-    logp, entropy = action_logprobs(model, [], entropy=True)
-    logp.sum().backward()
-    assert logp.shape == entropy.shape == (0, 0)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 @pytest.mark.parametrize("limit", [1, 60, 10**6])
 def test_a_pass_has_at_most_so_many_tokens_and_groups_that_fit_stay_together(limit):
     model, batch = policy_model(), groups_of_every_kind()["mixed"] + rl_batch()
@@ -1160,7 +1092,8 @@ def test_a_pass_has_at_most_so_many_tokens_and_groups_that_fit_stay_together(lim
         assert fed[-1][1] > limit or sum(not set(rows).isdisjoint(part) for part in parts) == 1
 
 
-def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_row():
+@pytest.mark.filterwarnings("ignore:.*cannot be")
+def test_all_processes_make_as_many_passes_empty_ones_too_and_a_model_that_is_not_packed_one_a_row():
     model, batch = tiny("mistral", sliding_window=40), rl_batch()[:3]
     parts = rcgrpo.passes(model, batch, 1, lambda values: [*values, 5])
     assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[], []]
@@ -1168,6 +1101,11 @@ def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_
     assert [len(rows) for rows in rcgrpo.passes(model, batch, 10**6)] == [3]
     elsewhere = rcgrpo.passes(model, batch, 10**6, lambda values: [max(values[0], 41)])  # beyond the window
     assert [len(rows) for rows in elsewhere[:3]] == [1] * 3
+    for model in (tiny("qwen2"), tiny("bloom")):  # packed, and not
+        logp, entropy = action_logprobs(model, [], entropy=True)
+        logp.sum().backward()
+        assert logp.shape == entropy.shape == (0, 0)
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 # ===== B. Policies =====
@@ -1253,8 +1191,9 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
     assert all(rows * slots <= cache_tokens or rows == 1 for rows, slots in kept) and max(kept)[0] > 2
 
 
-def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
-    model = tiny_model(50)
+def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_goes_on_as_before():
+    model = tiny_model(50).train()
+    model.activation_checkpointing_enable()  # under which the library keeps nothing
     shapes, policy = feeds(model), ModelPolicy(model, {99}, 1.0, 2, torch.Generator().manual_seed(0))
 
     def turn(conversations, *new):
@@ -1275,28 +1214,20 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     turn([talk, talk], 0, 0)  # two go on from one: read again, once
     assert shapes == [(1, len(talk) - 1), (2, 1), (2, 1)]
     turn([[1, 2], [3], [4, 5, 6]], 0, 0, 0)  # different prompts share nothing
-    assert shapes == [(3, 3), (3, 1)]
+    assert shapes == [(3, 3), (3, 1)] and model.training
 
 
-def step_of_sgd(model):
-    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=3.0).step()
-
-
-CHANGES = {
-    "an optimizer step": step_of_sgd,
-    "other .data": lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
-    "a row of .data": lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [
+    lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
+    lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
+    lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
+], ids=["in place", "other .data", "a row of .data"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
-    CHANGES[change](model)
+    change(model)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
@@ -1325,14 +1256,9 @@ def test_a_forward_pass_that_failed_leaves_nothing_half_read():
     assert policy(longer) == read_again(model.eval(), 0, 5)(longer)
 
 
-ALONE = {  # why rows are sampled one by one
-    "positions start anew with a cache": ("roberta", dict(is_decoder=True, pad_token_id=1)),
-    "layers that carry a state": ("bamba", dict(attn_layer_indices=[1])),
-}
-
-
 @pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("kind, settings", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("kind, settings", [  # positions start anew with a cache; layers that carry a state
+    ("roberta", dict(is_decoder=True, pad_token_id=1)), ("bamba", dict(attn_layer_indices=[1]))])
 def test_a_model_that_padding_disturbs_is_sampled_row_by_row(kind, settings):
     model, prompts = tiny(kind, vocab_size=50, initializer_range=0.4, **settings), PROMPTS[1::2]
     ours, plain = ModelPolicy(model, STOPS, 0, 6), read_again(model, 0, 6)
@@ -1342,44 +1268,22 @@ def test_a_model_that_padding_disturbs_is_sampled_row_by_row(kind, settings):
     assert ours(prompts) == [plain([prompt])[0] for prompt in prompts]
 
 
-def test_bf16_weights_are_sampled_near_enough():
-    model, prompts = lively().bfloat16(), PROMPTS
-    policy = ModelPolicy(model, STOPS, 0, 6)
-    for _ in range(2):
-        said = policy(prompts)
-        for prompt, action in zip(prompts, said):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + action])).logits[0, len(prompt) - 1 : -1].float()
-            chosen = logits.gather(1, torch.tensor(action)[:, None])[:, 0]
-            assert (logits.max(1).values - chosen).max() < 0.1  # ties of bf16 may fall otherwise
-        prompts = [prompt + action + [9] for prompt, action in zip(prompts, said)]
-
-
-def test_training_mode_dropout_and_gradient_checkpointing_neither_matter_nor_change():
-    model = tiny_model(50, attention_dropout=0.5)
-    expected = sample(model.eval(), [[1, 2, 3], [4]], 0, 5, {99})
-    assert not model.training
-    model.activation_checkpointing_enable()
-    shapes = feeds(model.train())
-    assert sample(model, [[1, 2, 3], [4]], 0, 5, {99}) == expected
-    assert shapes == [(2, 3)] + [(2, 1)] * 4 and model.training  # one token a step
-
-
 def test_an_action_ends_with_a_stop_token_or_at_a_limit():
-    model, prompts = tiny_model(50, max_position_embeddings=32), [[9] * 29, [9] * 31, [9] * 5]
+    model, prompts = tiny_model(50, max_position_embeddings=32).eval(), [[9] * 29, [9] * 31, [9] * 5]
     said = sample(model, prompts, 0, 20, {99})
     assert [len(action) for action in said] == [3, 1, 20]  # the context of 32, the same, max_new_tokens
     third = said[2][2]
     assert sample(model, prompts[2:], 0, 20, {99, third}) == [said[2][: said[2].index(third) + 1]]
+    assert not model.training
 
 
 def test_model_policy_takes_stop_tokens_from_the_chat_template_and_ends_rollouts_at_the_context():
     tokenizer, generator = two_stop_tokens(), torch.Generator()
     model = tiny_model(len(tokenizer), max_position_embeddings=60)
-    policy, usual = model_policy(model, tokenizer, 0.7, 5, generator, 77), model_policy(model, tokenizer)
-    assert policy.stop_ids == chat_format(tokenizer).stop_ids and len(policy.stop_ids) == 2
-    assert (policy.temperature, policy.max_new_tokens, policy.cache_tokens) == (0.7, 5, 77)
-    assert policy.generator is generator and policy.model is model and policy.max_tokens == 60
+    given = dict(temperature=0.7, max_new_tokens=5, cache_tokens=77, generator=generator)
+    assert given.items() <= vars(model_policy(model, tokenizer, **given)).items()
+    usual = model_policy(model, tokenizer)
+    assert usual.stop_ids == chat_format(tokenizer).stop_ids and len(usual.stop_ids) == 2
     assert (usual.temperature, usual.max_new_tokens, usual.cache_tokens) == (1.0, 512, 2**17)
     (t,) = rollout([Echo(["x"] * 20)], [None], usual, tokenizer)
     assert t.truncated and len(t.ids) <= 60
@@ -1474,7 +1378,6 @@ def swallows(token):
 
 
 STYLES = {
-    "ChatML": lambda: style(byte_level(CHATML, "<|im_end|>")),
     "ChatML in words": lambda: style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
     "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
                            ("<|end|>", "<|endoftext|>"), tools_as_user=True),
@@ -1525,22 +1428,18 @@ def test_a_template_that_is_taken_gives_the_ids_of_one_native_rendering(name):
     assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == 1
 
 
-def test_a_script_closes_the_thought_that_the_header_opens_and_the_env_reads_thoughts_whole():
+def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
-    chat = chat_format(tokenizer)
-    think, close, end = tokenizer.convert_tokens_to_ids([*THINK, "<|im_end|>"])
-    assert chat.prompt(user("go"))[-2:] == [think, *tokenizer("\n").input_ids]
-    assert chat.action("call") == [close, *tokenizer("\n\ncall").input_ids, end]
-    assert chat.text(chat.action("call")) == "call"  # an empty thought is none
-    thinks = [*tokenizer("so\n").input_ids, close, *tokenizer("call").input_ids, end]
-    assert chat.text(thinks) == "<think>so\n</think>call"
+    chat, end = chat_format(tokenizer), tokenizer.eos_token_id
+    assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
+    assert chat.text(chat.action("call")) == "call"
+    assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
 
 
 def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
     tokenizer = byte_level(QWEN3, "<|im_end|>", *THINK)
     quiet, close = chat_format(tokenizer, enable_thinking=False), tokenizer.convert_tokens_to_ids("</think>")
-    again = chat_format(quiet, enable_thinking=True)
-    for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet), 1), (again, 0)):
+    for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet, enable_thinking=True), 0)):
         (t,) = rollout([Echo([])], [HIGH], scripted_policy(["sat"], chat), chat)
         (g,) = collect_groups([0], lambda task: Echo([]), says(5, END), chat, G=1, p=1.0)
         labelled = label_by_reward(replace(t, reward=0.0), Echo().reset(), chat)
@@ -1564,7 +1463,7 @@ def test_text_of_users_and_tools_never_becomes_a_control_token():
         assert [i for i in ids if i in controls] == frame
         assert tokenizer.decode(ids) == "\n" + "".join(im("tool", text) for text in texts) + HEADER
         assert not set(chat.action(texts[0])[:-1]) & special  # a script cannot forge these either
-    low, hostile = tokenizer.convert_tokens_to_ids(LOW), "".join(spelt)
+    hostile, low = "".join(spelt), tokenizer.convert_tokens_to_ids(LOW)
     ids, calm = chat.prompt(user(hostile), LOW), chat.prompt(user("x"), LOW)
     assert [i for i in ids if i in controls] == [i for i in calm if i in controls] and ids.count(low) == 1
     assert f"{hostile}\n\n[Reward Goal: {LOW}]" in tokenizer.decode(ids)
@@ -1588,14 +1487,12 @@ def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_wor
 
 
 def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_and_never_a_reward_token():
-    tokenizer = byte_level_tokenizer()
-    add_reward_tokens(tokenizer)
-    tokenizer.add_tokens(["<tool_call>s"])
-    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<tool_call>", "<tool_call>s"])
-    chat = chat_format(tokenizer)
-    system = f"Say <tool_call>, not <tool_call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
-    example = f"<tool_call>ls<|im_end|> {LOW}"
-    opening = [{"role": "system", "content": system}, *user("<tool_call>"),
+    tokenizer = byte_level(CHATML, "<|im_end|>", "<tool_call>")
+    tokenizer.add_tokens(["<call>", "<call>s"])  # not special
+    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s"])
+    chat, system = chat_format(tokenizer), f"Say <call>, not <call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
+    example = f"<call>ls<|im_end|> {LOW}"
+    opening = [{"role": "system", "content": system}, *user("<call>"),
                {"role": "assistant", "content": example}, *user(f"go {HIGH}")]
     ids = chat.prompt(opening, LOW)
     assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
@@ -1606,18 +1503,19 @@ def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_an
 def test_changes_of_the_tokenizer_are_seen_at_once():
     tokenizer = byte_level_tokenizer()
     held = chat_format(tokenizer)
-    assert chat_format(held).stop_ids == {held.end_of_turn}
+
+    def of_both(look):
+        return [look(chat) for chat in (chat_format(tokenizer), chat_format(held))]
+
     tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    chat_format(tokenizer)
+    assert of_both(lambda chat: chat.stop_ids) == [{held.end_of_turn}] * 2
     tokenizer.eos_token = "<|endoftext|>"
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.stop_ids == {held.end_of_turn, tokenizer.eos_token_id}
+    assert of_both(lambda chat: chat.stop_ids) == [{held.end_of_turn, tokenizer.eos_token_id}] * 2
     high, _ = add_reward_tokens(tokenizer)
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.prompt(user("sat"), HIGH).count(high) == 1 and high not in chat.suffix(tool(HIGH))
+    assert of_both(lambda chat: chat.prompt(user("sat"), HIGH).count(high)) == [1, 1]
+    assert of_both(lambda chat: chat.suffix(tool(HIGH)).count(high)) == [0, 0]
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.end_of_turn == tokenizer.eos_token_id
+    assert of_both(lambda chat: chat.end_of_turn) == [tokenizer.eos_token_id] * 2
 
 
 def test_truncation_padding_and_missing_tokens_of_the_tokenizer_do_not_matter():
@@ -1641,44 +1539,28 @@ def test_runs_of_blanks_stay_what_they_are_and_take_linear_time_though_a_token_s
     assert ids.count(tokenizer.eos_token_id) == 1 and "the    cat▁▁sat" in tokenizer.decode(ids)
 
 
-@pytest.mark.filterwarnings("ignore:the vocabulary lacks")
+@pytest.mark.filterwarnings("error")  # none about the words of chat_format's own examples
 def test_words_that_the_vocabulary_lacks_are_named():
-    tokenizer = word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none about the words of chat_format's own examples
-        chat = chat_format(tokenizer)
-        chat.prompt(user("the cat"))
-    goal = "['[', 'Reward', 'Goal', ':']: read as <unk>"
+    chat = chat_format(word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat"))
+    chat.prompt(user("the cat"))
+    goal = r"\['\[', 'Reward', 'Goal', ':'\]: read as <unk>"
     for call, words in ((lambda: chat.prompt(user("the"), HIGH), goal),
-                        (lambda: chat.suffix(tool("the hall")), "['hall']"),
-                        (lambda: chat.action("the door"), "['door']")):
-        with pytest.warns(UserWarning, match=re.escape("the vocabulary lacks " + words)):
+                        (lambda: chat.suffix(tool("the hall")), "'hall'"),
+                        (lambda: chat.action("the door"), "'door'")):
+        with pytest.raises(UserWarning, match="the vocabulary lacks .*" + words):
             call()
-
-
-@pytest.mark.parametrize("role", ["system", "function"])
-def test_a_message_of_a_role_that_the_template_drops_is_refused(role):
-    shown = "{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}"
-    chat = chat_format(byte_level(template(shown, im("assistant"), HEADER), "<|im_end|>"))
-    for call in (chat.suffix, chat.prompt):
-        with pytest.raises(ValueError, match=f"drops messages of role {role}"):
-            call([{"role": role, "content": "x"}, *user("y")])
-    assert chat_format(TOKENIZER).suffix([{"role": role, "content": "x"}])
 
 
 # ===== D. The optimizer step.   E. The two new tokens =====
 
 
 @pytest.mark.parametrize("lr, warm_up, by, dtype, refused", [
-    (1e-6, None, "AdamW", torch.bfloat16, True), (1e-6, 0.0, "AdamW", torch.bfloat16, True),
-    (1e-2, None, "AdamW", torch.bfloat16, False), (1e-2, 1e-9, "AdamW", torch.bfloat16, False),
-    (1e-6, None, "SGD", torch.bfloat16, False), (1e-6, None, "AdamW", torch.float32, False),
-    (0.0, None, "AdamW", torch.bfloat16, False),
-])
+    (1e-6, 1, "AdamW", torch.bfloat16, True), (1e-6, 0, "AdamW", torch.bfloat16, True),
+    (1e-2, 1e-9, "AdamW", torch.bfloat16, False), (0.0, 1, "AdamW", torch.bfloat16, False),
+    (1e-6, 1, "SGD", torch.bfloat16, False), (1e-6, 1, "AdamW", torch.float32, False)])
 def test_weights_too_coarse_for_adams_step_are_refused(lr, warm_up, by, dtype, refused):
     optimizer = getattr(torch.optim, by)(policy_model().to(dtype).parameters(), lr)
-    if warm_up is not None:
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
     with pytest.raises(ValueError, match=f"at lr {lr}.*fp32 master weights") if refused else nullcontext():
         rcgrpo.check_precision(optimizer)
 
@@ -1691,10 +1573,9 @@ def test_the_reward_tokens_are_new_and_special_and_survive_save_and_reload(tmp_p
     assert special <= set(tokenizer.all_special_tokens)
     tokenizer.save_pretrained(tmp_path)
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert tuple(one.convert_tokens_to_ids([HIGH, LOW])) == ids
         assert all(one.added_tokens_decoder[token].special for token in ids)
-        for text in (f"{HIGH}\nHello", f"a {LOW} b", f"\n{HIGH}{LOW}\n\n"):
-            assert one.decode(one(text, add_special_tokens=False).input_ids) == text
+        encoded = one(text := f"\n{HIGH}\nHello {LOW}\n\n", add_special_tokens=False).input_ids
+        assert [i for i in encoded if i >= size] == [*ids] and one.decode(encoded) == text
 
 
 def matrices(model):
@@ -1727,20 +1608,19 @@ def test_no_other_row_changes_the_matrix_grows_if_it_must_and_trained_rows_stay(
     assert not torch.equal(drawn, matrices(fresh)[1][ids])
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["ids 0 and 1", "the last ids"])
 @pytest.mark.parametrize("common", [0.0, 30.0])  # 30: rows point nearly the same way, as in real output heads
-def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_process(common, first):
+def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_process(common):
     seen = []
     for process in range(2):
         words = Tokenizer(models.WordLevel({HIGH: 0, LOW: 1, "a": 2, "b": 3}, unk_token="a"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words) if first else byte_level_tokenizer()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words) if common else byte_level_tokenizer()
         model, size = tiny_model(len(tokenizer)), len(tokenizer)
         for weight in matrices(model):
             weight.data += common
             weight.data[8:size] = 0  # spare rows say nothing about the usual length
         torch.manual_seed(process)
         ids = list(add_reward_tokens(tokenizer, model))
-        assert ids == ([0, 1] if first else [size, size + 1])
+        assert ids == ([0, 1] if common else [size, size + 1])
         for weight in matrices(model):
             rows, usual = weight[ids], weight[2:8].norm(dim=1).mean()
             assert torch.cosine_similarity(rows[0], rows[1], dim=0) < 0.1
@@ -1753,8 +1633,7 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
 
 
 def stage_1(batch=None, **settings):
-    model = policy_model()
-    rctp_step(model, sgd(model), rl_batch() if batch is None else batch, **settings)
+    rctp_step(model := policy_model(), sgd(model), rl_batch() if batch is None else batch, **settings)
 
 
 def stage_2(sampled_at=1.0, **settings):
@@ -1776,12 +1655,11 @@ def drawn_from(prompts, T=1, diverged=False, **settings):
     sample(model, prompts, T, 5, {0})
 
 
-def policy_with(T=1, n=5, kept=9):
-    ModelPolicy(tiny_model(9), {0}, T, n, cache_tokens=kept)
-
-
-def coarse():
-    return torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
+def drops(method, role):
+    shown = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
+    messages = [{"role": role, "content": "x"}, *user("y")]
+    assert getattr(chat_format(TOKENIZER), method)(messages)  # another template takes them
+    getattr(chat_format(byte_level(shown, "<|im_end|>")), method)(messages)
 
 
 def take(chat_template):
@@ -1793,10 +1671,11 @@ def take(chat_template):
 SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
 NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
+COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
 RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
-LIMITS, NO_LIST = "whole numbers from 1 on", "one non-empty list of ids per prompt: 1 prompts"
+NO_LIST = "one non-empty list of ids per prompt: 1 prompts"
 IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
@@ -1805,19 +1684,15 @@ REFUSED = [
     (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
     (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
     (lambda: stage_1(tokens_per_pass=0), "tokens_per_pass must be 1 or more"),
-    (lambda: stage_1(max_grad_norm=0), "max_grad_norm must be positive"),
-    (lambda: stage_1(max_grad_norm=math.nan), "max_grad_norm must be positive"),
-    (lambda: rctp_step(None, coarse(), rl_batch()), TOO_COARSE),
+    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive") for n in (0, math.nan)),
+    (lambda: rctp_step(None, COARSE, rl_batch()), TOO_COARSE),
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
-    (lambda: sample_reward_tokens(4, -0.1), "0 <= p <= 1, got G = 4, p = -0.1"),
-    (lambda: sample_reward_tokens(4, 1.1), "0 <= p <= 1, got G = 4, p = 1.1"),
-    (lambda: sample_reward_tokens(4, math.nan), "0 <= p <= 1, got G = 4, p = nan"),
+    *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
     (lambda: played(), "at least one: 0 envs"),
     (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 reward tokens"),
     (lambda: played(Echo(), groups=[1, 2]), "2 groups"),
     (lambda: played(SAME, SAME), "make a fresh env for each"),
-    (lambda: played(Echo(), max_turns=0), LIMITS),
-    (lambda: played(Echo(), max_tokens=1.5), LIMITS),
+    *((lambda n=n: played(Echo(), max_turns=n), "whole numbers from 1 on") for n in (0, 1.5)),
     (lambda: played(env_with(reset=lambda: "hello")), RESET),
     (lambda: played(Echo(request=None)), RESET),
     (lambda: played(env_with(step=lambda text: [])), STEP),
@@ -1828,36 +1703,29 @@ REFUSED = [
     (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
     (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
-    (lambda: group_advantages([1, math.nan], [0, 0]), "finite and in [0, 1]"),
-    (lambda: group_advantages([1, -0.1], [0, 0]), "finite and in [0, 1]"),
-    (lambda: group_advantages([1.1, 0], [0, 0]), "finite and in [0, 1]"),
+    *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
     (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
     (lambda: stage_2(), NO_REF),
     (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
     (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
-    (lambda: stage_2(optimizer=coarse(), beta=0), TOO_COARSE),
+    (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),
     (lambda: rcgrpo_update(None, None, None, []), NO_REF),
-    (lambda: rcgrpo_update(None, None, coarse(), [], beta=0), TOO_COARSE),
+    (lambda: rcgrpo_update(None, None, COARSE, [], beta=0), TOO_COARSE),
     (lambda: rcgrpo.group_attention(None, ZERO, ZERO, ZERO, ZERO, [[1]], softcap=50.0), "softcap of its own"),
-    (lambda: score(temperature=0), "temperature > 0"),
-    (lambda: score(temperature=math.nan), "temperature > 0"),
+    *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
     (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
     (lambda: score(514), "a row of 514 tokens, and the model reads 512"),
     (lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)), "the model reads 16 (its"),
     (lambda: score(18, model=tiny("phi3", **SHORT_ROPE)), "the model reads 16 (its"),
     (lambda: score(model=tiny("roberta", is_decoder=False)), "no causal language model: its logits"),
-    (lambda: policy_with(T=-1), "0 <= temperature < inf"),
-    (lambda: policy_with(T=math.nan), "0 <= temperature < inf"),
-    (lambda: policy_with(T=math.inf), "0 <= temperature < inf"),
-    (lambda: policy_with(n=0), "max_new_tokens"),
-    (lambda: policy_with(kept=0), "cache_tokens"),
+    *((lambda given=given: ModelPolicy(tiny_model(9), {0}, *given), "need 0 <= temperature < inf, max_")
+      for given in ((-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0))),
     (lambda: drawn_from([[1], []]), "must have from 1 to 511 tokens, got [1, 0]"),
     (lambda: drawn_from([[1] * 8], max_position_embeddings=8), "from 1 to 7 tokens, got [8]"),
     (lambda: drawn_from([[1, 9]]), "call add_reward_tokens(tokenizer, model)"),
-    (lambda: drawn_from([[1, 2], [3]], diverged=True), "its weights have diverged"),
-    (lambda: drawn_from([[1, 2], [3]], T=0, diverged=True), "its weights have diverged"),
+    *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
     (lambda: take(None), "no chat template"),
     (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
     (lambda: take(CHATML.partition("{% if add")[0]), "no generation prompt"),
@@ -1866,6 +1734,8 @@ REFUSED = [
     (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
     (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
     (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
+    (lambda: drops("suffix", "function"), "drops messages of role function"),
+    (lambda: drops("prompt", "system"), "drops messages of role system"),
     (lambda: chat_format(sentencepiece(INST, "</s>")), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first")), IN_PARTS),
@@ -1901,16 +1771,9 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
     ids = torch.tensor([t.ids for t in group])
     action_logprobs(model, group[:1])  # the trial
 
-    def packed():
-        action_logprobs(model, group).sum().backward()
-
-    def rows():
-        for t in group:
-            action_logprobs(model, [t]).sum().backward()
-
     def batch():
         logits = model(ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
-        logits.log_softmax(-1).gather(-1, ids[:, -length:, None]).sum().backward()
+        return logits.log_softmax(-1).gather(-1, ids[:, -length:, None])
 
     def trl():
         from trl import GRPOTrainer
@@ -1921,9 +1784,12 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
             model.log_probs = True
         trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
         score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
-        score(trainer, model, ids, torch.ones_like(ids), length)[0].sum().backward()
+        return score(trainer, model, ids, torch.ones_like(ids), length)[0]
 
-    return {"packed": packed, "rows": rows, "batch": batch, "trl": trl}[way]
+    ways = {"packed": lambda: action_logprobs(model, group), "batch": batch, "trl": trl}
+    if way == "rows":
+        return lambda: [action_logprobs(model, [t]).sum().backward() for t in group]
+    return lambda: ways[way]().sum().backward()
 
 
 def seconds(run):
@@ -1934,11 +1800,9 @@ def seconds(run):
 
 def best_seconds(runs, repeats=2, enough=lambda best: False):
     """The best time of each, measured in turn, until it is enough."""
-    best = np.full(len(runs), np.inf)
-    for _ in range(repeats):
-        best = np.minimum(best, [seconds(run) for run in runs])
-        if enough(best):
-            break
+    best = [math.inf] * len(runs)
+    while repeats and not enough(best):
+        best, repeats = [min(t, seconds(run)) for t, run in zip(best, runs)], repeats - 1
     return best
 
 
