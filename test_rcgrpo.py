@@ -143,9 +143,6 @@ def two_stop_tokens():
     return tokenizer
 
 
-every_tokenizer = pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1"])
-
-
 def tiny_model(vocab_size, kind="qwen2", seed=0, **overrides):
     torch.manual_seed(seed)
     config = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -194,10 +191,8 @@ def trajectory(prompt, *turns, group=None, **fields):
 
 
 def random_turns(rng, n, longest=6):
-    def part():
-        return rng.integers(1, 50, rng.integers(1, longest)).tolist()
-
-    return [(part(), part()) for _ in range(n)]
+    parts = [rng.integers(1, 50, rng.integers(1, longest)).tolist() for _ in range(2 * n)]
+    return list(zip(parts[::2], parts[1::2]))
 
 
 @functools.cache
@@ -415,7 +410,7 @@ def env_with(answers=("ok",), **methods):
     return env
 
 
-@every_tokenizer
+@pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1"])
 def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are_ordinary_text(name):
     tokenizer, chat, prompts = unchanged(name), chat_format(unchanged(name)), []
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -437,27 +432,6 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
     calm, wild = ([i for i in new if i in controls.values()]
                   for new in (chat.suffix(tool("x")), prompts[2][len(prompts[1]) + len(odd) + 1 :]))
     assert calm == wild
-
-
-@every_tokenizer
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
-def test_a_rollout_has_the_ids_of_one_rendering_of_the_whole_conversation(name, system):
-    tokenizer, end = unchanged(name), chat_format(unchanged(name)).end_of_turn
-    said = ["call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."]
-    answers = [tool("first answer") + tool("{'a': 1}\n second"), user("and now "), None]
-    opening, env, left = system + user("  what is\n\nthis? "), Echo(), iter(answers)
-    env.reset, env.step = lambda: opening, lambda text: env.heard.append(text) or next(left)
-    (t,) = rollout([env], [None], scripted_policy(said, tokenizer), tokenizer)
-    conversation, actions = list(opening), []
-    for text, answer in zip(said, answers):
-        conversation += [{"role": "assistant", "content": text}, *(answer or [])]
-        actions += [*tokenizer(text, add_special_tokens=False).input_ids, end]
-    whole = tokenizer.apply_chat_template(conversation, return_dict=False)
-    assert t.ids == whole[: len(t.ids)] and set(map(type, t.ids)) == {int}
-    assert len(whole) - len(t.ids) in (0, 1)  # the newline after the last end token is nobody's action
-    assert len(t.mask) == len(t.ids) and t.action_ids == actions  # with end tokens, nothing else
-    assert t.ids.count(tokenizer.bos_token_id) == (1 if name == "llama3_1" else 0)
-    assert env.heard == said  # without them
 
 
 def test_a_rollout_reports_reward_group_reward_token_and_progress():
@@ -1047,7 +1021,7 @@ def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_a
     assert sum(rows) == 2 * actions and max(rows) == 4
 
 
-@pytest.mark.parametrize("kind", ["seed_oss", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "mixtral"])
 def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers_from_the_first_pass_on(kind):
     model, calls = tiny(kind, **NOISY[kind]), []
     reference = copy.deepcopy(model).train()
@@ -1346,6 +1320,7 @@ def im(role, text="{{ m.content }}"):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 ANY, TEXT, HEADER = "{{ m.role }}", "{{ m.content }}", "<|im_start|>assistant\n"
 CLOSED, EMPTY, THINK = "<think>\n</think>\n\n", "<think>\n\n</think>\n\n", ("<think>", "</think>")
 ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -1368,9 +1343,16 @@ R1 = template("<|{{ m.role }}|>" + TEXT, "<|assistant|>{{ m.content.split('</thi
               "<|assistant|><think>\n", "{{ bos_token }}")
 
 
-def style(tokenizer, stops=("<|im_end|>",), tools_as_user=False, header="", thought="", **keywords):
+def style(tokenizer, stops=("<|im_end|>",), tools_as_user=False, header="", thought="", system=(),
+          says=("the mat", "on the other", "sat"), **keywords):
     """A tokenizer with its template, and what is to be known of it. header: of an assistant that thinks."""
     return SimpleNamespace(**locals())
+
+
+def native(name, stop="<|im_end|>", **more):
+    """A tokenizer as it is, without reward tokens, and a script that is hard on it."""
+    script = "call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."
+    return style(unchanged(name), (stop,), says=script, **more)
 
 
 def swallows(token):
@@ -1378,6 +1360,11 @@ def swallows(token):
 
 
 STYLES = {
+    "small": lambda: native("small"),
+    "Qwen2.5": lambda: native("qwen2_5"),
+    "Qwen2.5, told to be brief": lambda: native("qwen2_5", system=SYSTEM),
+    "Llama-3.1": lambda: native("llama3_1", "<|eot_id|>"),
+    "Llama-3.1, told to be brief": lambda: native("llama3_1", "<|eot_id|>", system=SYSTEM),
     "ChatML in words": lambda: style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
     "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
                            ("<|end|>", "<|endoftext|>"), tools_as_user=True),
@@ -1400,7 +1387,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_template_that_is_taken_gives_the_ids_of_one_native_rendering(name):
+def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation(name):
     s = STYLES[name]()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -1408,24 +1395,28 @@ def test_a_template_that_is_taken_gives_the_ids_of_one_native_rendering(name):
     assert [str(w.message)[:34] for w in told] == ["tool results are shown as user mes"] * s.tools_as_user
     assert {*s.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))} == {*s.stops}
 
-    texts = ["the mat", "on the other", "sat"]
     answers = [tool("the cat") + tool("sat  on"), user("and the other? "), None]
-    env, left = Echo(request="the cat\n\nsat? "), iter(answers)
+    env, left, token = Echo(), iter(answers), HIGH if HIGH in s.tokenizer.get_vocab() else None
+    env.reset = lambda: [*s.system, *user("the cat\n\nsat? ")]
     env.step = lambda text: env.heard.append(text) or next(left)
-    (t,) = rollout([env], [HIGH], scripted_policy(texts, chat), chat)
-    assert env.heard == texts and t.reward == 1
+    (t,) = rollout([env], [token], scripted_policy(s.says, chat), chat)
+    assert env.heard == [*s.says] and t.reward == 1  # without end tokens
 
     if s.tools_as_user:
         answers[0] = user("the cat\n\nsat  on")
-    conversation = inject_reward_token(env.reset(), HIGH)
-    for said, answer in zip(texts, answers):
+    conversation = inject_reward_token(env.reset(), HIGH) if token else env.reset()
+    for said, answer in zip(s.says, answers):
         conversation += [{"role": "assistant", "content": said}, *(answer or user("this follows"))]
     text = s.tokenizer.apply_chat_template(conversation, tokenize=False, **s.keywords)
     if s.thought:
         text = text.replace(EMPTY, "").replace(s.header, s.header + s.thought)
     whole = s.tokenizer(text, add_special_tokens=False).input_ids
-    assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40
-    assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == 1
+    assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40 and set(map(type, t.ids)) == {int}
+    assert len(t.mask) == len(t.ids)
+    assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == bool(token)
+    if not token:
+        actions = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
+        assert t.action_ids == sum(actions, [])
 
 
 def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
