@@ -6,8 +6,10 @@ part; `python test_rcgrpo.py` prints the benchmark of scoring and rollouts."""
 
 import ast
 import copy
+import doctest
+import functools
 import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -25,40 +27,26 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
-import doctest
-import functools
-import importlib.util
-import warnings
-from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from multiprocessing import get_context
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,9 +65,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.offloading_manager import (
-    OffloadingManager,
-)
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import rcgrpo
 import toy_env
@@ -144,7 +130,17 @@ def tokenizer_named(name):
     return AutoTokenizer.from_pretrained(SHARED / name)
 
 
-every_tokenizer = pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1"])
+@functools.cache
+def unchanged(name):
+    """A tokenizer that tests share and do not change: real ones take seconds to load and to take apart."""
+    return tokenizer_named(name)
+
+
+def two_stop_tokens():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
+    tokenizer.eos_token = "<|endoftext|>"
+    return tokenizer
 
 
 def tiny_model(vocab_size, kind="qwen2", seed=0, **overrides):
@@ -177,6 +173,14 @@ class Echo:
         return self.value
 
 
+def tool(text):
+    return [{"role": "tool", "content": text}]
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
 def trajectory(prompt, *turns, group=None, **fields):
     """trajectory([1, 2], ([3, 4], [5]), ([6], [])): prompt 1 2, action 3 4, observation 5, action 6."""
     ids, mask = list(prompt), [0] * len(prompt)
@@ -187,10 +191,8 @@ def trajectory(prompt, *turns, group=None, **fields):
 
 
 def random_turns(rng, n, longest=6):
-    def part():
-        return rng.integers(1, 50, rng.integers(1, longest)).tolist()
-
-    return [(part(), part()) for _ in range(n)]
+    parts = [rng.integers(1, 50, rng.integers(1, longest)).tolist() for _ in range(2 * n)]
+    return list(zip(parts[::2], parts[1::2]))
 
 
 @functools.cache
@@ -198,6 +200,10 @@ def ready_tokenizer():
     tokenizer = byte_level_tokenizer()
     add_reward_tokens(tokenizer)
     return tokenizer
+
+
+TOKENIZER = ready_tokenizer()  # not to be changed by a test
+END = chat_format(TOKENIZER).end_of_turn
 
 
 def test_the_examples_in_the_docstrings_are_true():
@@ -209,21 +215,19 @@ def test_the_examples_in_the_docstrings_are_true():
 
 
 def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
-    texts = ("system", "s"), ("user", "a"), ("assistant", "x"), ("user", "b")
-    messages = [{"role": role, "content": text} for role, text in texts]
+    messages = [{"role": "system", "content": "s"}, *user("a"), *tool("x"), *user("b")]
     said = [m["content"] for m in inject_reward_token(messages, LOW)]
-    assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"]
-    assert messages[1]["content"] == "a"
+    assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"] and messages[1]["content"] == "a"
 
 
 @pytest.mark.parametrize("R, threshold, token", [(1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH)])
 def test_a_logged_rollout_is_labelled_by_its_reward(R, threshold, token):
-    tokenizer, turns = ready_tokenizer(), [([5, 6], [7]), ([8], [])]
+    turns = ([5, 6], [7]), ([8], [])
     logged = trajectory([9, 9, 9], *turns, group="g", reward=R)
-    labelled = rcgrpo.label_by_reward(logged, [{"role": "user", "content": "the cat"}], tokenizer, threshold)
-    conditioned = [{"role": "user", "content": f"the cat\n\n[Reward Goal: {token}]"}]
-    text = tokenizer.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text, add_special_tokens=False).input_ids
+    labelled = rcgrpo.label_by_reward(logged, user("the cat"), TOKENIZER, threshold)
+    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
+    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
+    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
     assert labelled == trajectory(prompt, *turns, group="g", reward=R, reward_token=token)
     assert logged == trajectory([9, 9, 9], *turns, group="g", reward=R)
 
@@ -232,22 +236,15 @@ def test_a_logged_rollout_is_labelled_by_its_reward(R, threshold, token):
 
 
 @pytest.mark.parametrize("ids", [
-    [7, 9, 7, 9, 9], ["a", "b", "a", "b", "b"], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)],
-    torch.tensor([0, 1, 0, 1, 1]), np.array([0, 1, 0, 1, 1]), np.array(["a", "b", "a", "b", "b"]),
-    list(torch.tensor([0, 1, 0, 1, 1])), list(np.array([0.5, 1, 0.5, 1, 1])),
+    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], torch.tensor([0, 1, 0, 1, 1]),
+    list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
 ], ids=lambda ids: f"{type(ids).__name__} of {type(ids[0]).__name__}")
-def test_rows_that_share_an_id_are_a_group_whatever_the_id_is(ids):
+def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_are_alone(ids):
     assert list(rcgrpo.rows_by_group(ids).values()) == [[0, 2], [1, 3, 4]]
-    expected = [1, -(2**0.5), -1, 0.5**0.5, 0.5**0.5]
-    assert group_advantages([1, 0, 0, 1, 1], ids).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_actions_are_what_the_mask_says_and_a_row_without_a_group_is_alone():
-    assert trajectory([1, 2], ([3, 4], [5]), ([6], [])).action_ids == [3, 4, 6]
     assert list(rcgrpo.rows_by_group([None, 1, None, 1]).values()) == [[0], [1, 3], [2]]
 
 
-# ===== 3. Stage 1 =====
+# ===== 3. Stage 1: the step is the one that is written straight down here =====
 
 
 def rl_batch(seed=0):
@@ -272,52 +269,61 @@ def plain_scores(model, trajectories, temperature=1.0):
     return [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logps, entropies)]
 
 
-class SGD:
-    """Written by hand; `of` gives torch's."""
+class Together:
+    """Processes as threads of this one: they meet in every collective, or the test fails."""
 
-    def __init__(self, lr=0.5):
-        self.lr = lr
+    def __init__(self, models):
+        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
+        for process, model in enumerate(models):
+            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
+            for name, parameter in model.named_parameters():
+                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
 
-    def of(self, model):
-        return torch.optim.SGD(model.parameters(), self.lr)
+    def exchange(self, process, value):
+        self.values[process] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
 
-    def step(self, parameters, gradients):
-        for p, g in zip(parameters, gradients):
-            p.data -= self.lr * g
+    def sum(self, process, name, gradient):
+        """As sharded models do: gradients are summed over processes when they are made."""
+        everyones = self.exchange(process, (name, gradient))
+        assert {other for other, _ in everyones} == {name}
+        return sum(g for _, g in everyones)
+
+    def run(self, work):
+        def with_gather(process):
+            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
+
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(with_gather, range(len(self.values))))
 
 
-class AdamW:
-    B1, B2, EPS, DECAY, LR = 0.8, 0.9, 1e-3, 0.1, 0.02
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.5)
 
-    def __init__(self):
-        self.t, self.m, self.v = 0, Counter(), Counter()
 
-    def of(self, model):
-        return torch.optim.AdamW(model.parameters(), self.LR, (self.B1, self.B2), self.EPS, self.DECAY)
-
-    def step(self, parameters, gradients):
-        self.t += 1
-        for i, (p, g) in enumerate(zip(parameters, gradients)):
-            self.m[i] = self.B1 * self.m[i] + (1 - self.B1) * g
-            self.v[i] = self.B2 * self.v[i] + (1 - self.B2) * g * g
-            m, v = self.m[i] / (1 - self.B1**self.t), self.v[i] / (1 - self.B2**self.t)
-            p.data -= self.LR * (m / (v.sqrt() + self.EPS) + self.DECAY * p.data)
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.02, (0.8, 0.9), eps=1e-3, weight_decay=0.1)
 
 
 def straight_step(model, optimizer, objective, max_grad_norm):
-    """Clip and step, written out. Returns the norm of the gradient before."""
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(objective, parameters)
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
-    optimizer.step(parameters, [g * min(1, max_grad_norm / norm) for g in gradients])
+    """Clip and step. Returns the norm of the gradient before."""
+    optimizer.zero_grad()
+    objective.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    for p in model.parameters():
+        p.grad *= min(1, max_grad_norm / norm)
+    optimizer.step()
     return norm
 
 
-def straight_rctp(model, batch, optimizer, max_grad_norm=1.0):
+def straight_rctp(model, batch, by=sgd, max_grad_norm=1.0):
     """`rctp_step` on a copy of the model. Returns the copy and the metrics."""
     model, n_tokens = copy.deepcopy(model).eval(), sum(sum(t.mask) for t in batch)
     loss = -plain_scores(model, batch)[0].sum() / n_tokens
-    norm = straight_step(model, optimizer, loss, max_grad_norm)
+    norm = straight_step(model, by(model), loss, max_grad_norm)
     return model, {"loss": loss.item(), "tokens": n_tokens, "grad_norm": norm, "skipped": 0}
 
 
@@ -329,59 +335,67 @@ def assert_moved_alike(start, ours, expected):
 
 
 def assert_close(metrics, expected):
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
+    for name, value in expected.items():
+        assert metrics[name] == (value if value is None else pytest.approx(value, rel=2e-4, abs=2e-5)), name
 
 
 def policy_model(vocabulary=50, seed=0):
     return tiny_model(vocabulary, "llama", seed, num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("limit, max_grad_norm, by", [
-    (10**6, 0.5, SGD), (30, math.inf, SGD), (1, 0.5, AdamW)], ids=["one pass", "passes of 30", "row by row"])
-def test_a_step_of_stage_1_is_the_one_written_straight_down(limit, max_grad_norm, by):
-    model = policy_model().train()
-    start = copy.deepcopy(model)
-    expected, metrics = straight_rctp(model, rl_batch(), by(), max_grad_norm)
-    assert rcgrpo.packs(model, 100)
-    fed = count_fed(model)
-    ours = rctp_step(model, by().of(model), rl_batch(), limit, max_grad_norm)
-    assert ours.keys() == metrics.keys() and len(fed) == {10**6: 1, 30: 7, 1: 8}[limit]
-    assert_close(ours, metrics)
-    assert_moved_alike(start, model, expected)
-    assert rctp_loss(torch.tensor([[-1.0, -3.0]])) == 2  # without a mask all count
+def feeds(model):
+    """What the model is given to read from now on: a list of (rows, tokens), filled as it reads."""
+    shapes = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: shapes.append((*args[0].shape,)))
+    return shapes
+
+
+@pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
+    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, 7), ([slice(8)], 1, 0.5, adamw, 8),
+    ([slice(6), slice(6, 8)], 30, 1.0, sgd, 5)], ids=["one pass", "passes", "row by row", "two processes"])
+def test_a_step_of_stage_1_is_the_one_written_straight_down(shares, limit, max_grad_norm, by, n_passes):
+    start, batch = policy_model(), rl_batch()
+    models = [copy.deepcopy(start).train() for _ in shares]
+    together, fed = Together(models), feeds(models[0])
+    results = together.run(lambda process, gather: rctp_step(
+        models[process], by(models[process]), batch[shares[process]], limit, max_grad_norm, gather))
+    expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
+    for ours, model in zip(results, models):
+        assert ours.keys() == metrics.keys()
+        assert_close(ours, metrics)
+        assert_moved_alike(start, model, expected)
+    assert len(fed) == n_passes
+    logp, mask = torch.tensor([[-1.0, -3.0, -8.0]]), torch.tensor([[True, True, False]])
+    assert (rctp_loss(logp, mask), rctp_loss(logp)) == (2, 4)
 
 
 # ===== 4. Group sampling =====
 
 
-def test_reward_tokens_are_independent_draws_with_probability_p():
+def test_reward_tokens_are_independent_draws_and_stratified_ones_exactly_round_pG_in_random_order():
     generator = torch.Generator().manual_seed(0)
     one_kind = np.mean([len(set(sample_reward_tokens(5, 0.5, generator))) == 1 for _ in range(5000)])
     assert one_kind == pytest.approx(2 * 0.5**5, abs=0.01)  # a fixed half/half split would never show it
     for p in (0.0, 0.3, 1.0):
         share = np.mean([token == HIGH for token in sample_reward_tokens(20000, p, generator)])
         assert share == pytest.approx(p, abs=0.015 if 0 < p < 1 else 0)
-
-
-def test_stratified_reward_tokens_are_exactly_round_pG_in_random_order():
-    generator = torch.Generator().manual_seed(0)
-    for G, p, high in ((5, 0.5, 3), (8, 0.5, 4), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)):
+    for G, p, high in ((5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)):
         draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
         assert {draw.count(HIGH) for draw in draws} == {high}
         assert len({tuple(draw) for draw in draws}) > 1 or high in (0, G)
 
 
-# ============================================================================================================
-# 5. Rollouts
-# ============================================================================================================
-
-TOKENIZER = ready_tokenizer()  # not to be changed by a test
-END = chat_format(TOKENIZER).end_of_turn
+# ===== 5. Rollouts =====
 
 
 def says(*ids):
     """A policy that says the same everywhere and always."""
     return lambda prompts: [list(ids)] * len(prompts)
+
+
+def script(*texts):
+    return scripted_policy(texts, TOKENIZER)
 
 
 def played(*envs, policy=None, reward_tokens=None, **settings):
@@ -396,109 +410,51 @@ def env_with(answers=("ok",), **methods):
     return env
 
 
-def tool(text):
-    return [{"role": "tool", "content": text}]
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-@functools.cache
-def unchanged(name):
-    """A tokenizer that tests share and do not change: real ones take seconds to load and to take apart."""
-    return tokenizer_named(name)
-
-
-@every_tokenizer
-def test_sampled_ids_are_never_encoded_again(name):
+@pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1"])
+def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are_ordinary_text(name):
     tokenizer, chat, prompts = unchanged(name), chat_format(unchanged(name)), []
-
-    def encode(text):
-        return tokenizer(text, add_special_tokens=False).input_ids
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     odd = [encode(c)[0] for c in '{"na']  # one character at a time: real encoding would merge some of them
     assert encode(tokenizer.decode(odd)) != odd
     if name == "qwen2_5":
         assert odd[:2] == [90, 1] and encode('{"') == [4913]
+    controls = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
+    hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
 
     def policy(batch):
         prompts.append(list(batch[0]))
         return [[*odd, chat.end_of_turn]]
 
-    (t,) = rollout([Echo(["one", "two"])], [None], policy, tokenizer)
-    assert t.action_ids == [*odd, chat.end_of_turn] * 3
+    (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
+    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in tokenizer.decode(t.ids)
     for earlier, later in zip(prompts, [*prompts[1:], t.ids]):
         assert later[: len(earlier)] == earlier  # ids only ever grow at the end
-
-
-@every_tokenizer
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
-def test_a_rollout_has_the_ids_of_one_rendering_of_the_whole_conversation(name, system):
-    tokenizer, end = unchanged(name), chat_format(unchanged(name)).end_of_turn
-    script = ["call one", "call\n two", "bye."]
-    answers = [tool("first answer") + tool("{'a': 1}\n second"), user("and now "), None]
-    opening, following = system + user("  what is\n\nthis? "), iter(answers)
-    env = env_with(reset=lambda: opening, step=lambda text: next(following))
-    (t,) = rollout([env], [None], scripted_policy(script, tokenizer), tokenizer)
-    conversation, actions = list(opening), []
-    for said, answer in zip(script, answers):
-        conversation += [{"role": "assistant", "content": said}, *(answer or [])]
-        actions += [*tokenizer(said, add_special_tokens=False).input_ids, end]
-    whole = tokenizer.apply_chat_template(conversation, return_dict=False)
-    assert t.ids == whole[: len(t.ids)] and set(map(type, t.ids)) == {int}
-    assert len(whole) - len(t.ids) in (0, 1)  # the newline after the last end token is nobody's action
-    assert len(t.mask) == len(t.ids) and t.action_ids == actions  # with end tokens, nothing else
-    assert t.ids.count(tokenizer.bos_token_id) == (1 if name == "llama3_1" else 0)
-    if name == "qwen2_5":
-        at = t.ids.index(tokenizer.convert_tokens_to_ids("<|im_end|>"), t.mask.index(1))
-        assert t.mask[at] == 1 and t.ids[at + 1] == 198 and t.mask[at + 1] == 0
-
-
-@every_tokenizer
-def test_controls_spelt_in_an_observation_are_ordinary_text(name):
-    tokenizer, chat = unchanged(name), chat_format(unchanged(name))
-    controls = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
-    calm, wild = chat.suffix(tool("x")), chat.suffix(tool(hostile))
-    assert [i for i in wild if i in controls.values()] == [i for i in calm if i in controls.values()]
-    assert hostile in tokenizer.decode(wild)
-
-
-def test_the_env_hears_what_was_sampled_without_the_end_token():
-    for text in ('<tool_call>\n{"name": "ls", "arguments": {"p": "a , b ."}}\n</tool_call>', " [^,]+, } ",
-                 "<|im_start|>"):
-        env = Echo([])
-        played(env, policy=scripted_policy([text], TOKENIZER))
-        assert env.heard == [text]
+    calm, wild = ([i for i in new if i in controls.values()]
+                  for new in (chat.suffix(tool("x")), prompts[2][len(prompts[1]) + len(odd) + 1 :]))
+    assert calm == wild
 
 
 def test_a_rollout_reports_reward_group_reward_token_and_progress():
     envs, still_open = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)], []
     trajectories = played(*envs, reward_tokens=[HIGH, None, LOW], groups=["a", "b", "a"],
-                        progress=still_open.append)
-    assert [(t.reward, t.group, t.reward_token, t.truncated) for t in trajectories] == [
-        (0.0, "a", HIGH, False), (1.0, "b", None, False), (0.5, "a", LOW, False)]
-    assert [sum(t.mask) for t in trajectories] == [4, 2, 8]
+                          progress=still_open.append)
+    assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
+        (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
     assert still_open == [3, 2, 1, 1, 0]
-    assert [t.group for t in played(Echo(), Echo())] == [None, None]
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
-    long_answer, cut_action, endless, long_prompt, fine = envs = [
-        Echo(["x" * 300]), Echo(["y" * 61]), Echo(["z"] * 50), Echo(request="w" * 300), Echo(["x"])]
+    envs = [Echo(["x" * 300]), Echo(["y" * 61]), Echo(["z"] * 50), Echo(request="w" * 300), Echo(["x"])]
     policy, chat = says(5, 6, 7, END), chat_format(TOKENIZER)
-    prompt = len(chat.prompt(fine.reset()))
+    prompt = len(chat.prompt(user("do it")))
     limit = prompt + 4 + len(chat.suffix(tool("y" * 61))) + 2
     trajectories = played(*envs, policy=policy, max_turns=4, max_tokens=limit)
-    assert [t.truncated for t in trajectories] == [True, True, True, True, False]
-    assert [t.reward for t in trajectories] == [0, 0, 0, 0, 1]
+    assert [(t.truncated, t.reward) for t in trajectories] == [(True, 0)] * 4 + [(False, 1)]
     assert [len(env.heard) for env in envs] == [1, 1, 4, 0, 2]  # the action cut at 2 of 4 tokens did not run
     assert trajectories[1].action_ids == [5, 6, 7, END, 5, 6] and len(trajectories[1].ids) == limit
-    assert 1 not in trajectories[3].mask
-    assert all(len(t.ids) <= limit for t in trajectories[:3])  # nor is what does not fit appended
+    assert len(trajectories[0].ids) == prompt + 4  # nor is what does not fit appended
 
-    def truncated(env, max_tokens, **settings):
+    def truncated(env, max_tokens=999, policy=policy, **settings):
         (t,) = played(env, policy=policy, max_tokens=max_tokens, **settings)
         return t.truncated, sum(t.mask)
 
@@ -508,22 +464,15 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     answered = prompt + 4 + len(chat.suffix(tool("x")))
     assert truncated(Echo(["x"]), answered) == (True, 4)  # the answer leaves no room; room for a token
     assert truncated(Echo(["x"]), answered + 1) == (True, 5)
-    assert truncated(Echo(["x"]), 999, max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
-    assert truncated(Echo(["x"] * 9), 999, max_turns=2) == (True, 8)
-    (t,) = played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)
-    assert t.truncated  # though the script goes on
+    assert truncated(Echo(["x"]), max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
+    assert truncated(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)[0]  # the script goes on
+    assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard  # it never ends
     policy.max_tokens = prompt + 3  # what the model's context allows
-    assert truncated(Echo([]), 999) == (True, 3)
-    policy.max_tokens = math.inf
-    assert truncated(Echo([]), prompt + 4) == (False, 4)
-    policy = says(5, 6, 7)  # an action that never ends is not executed
-    assert truncated(silent := Echo(), 999) == (True, 3) and silent.heard == []
+    assert truncated(Echo([])) == (True, 3)
 
 
 def test_after_another_stop_token_the_template_still_closes_the_turn():
-    tokenizer, env = byte_level_tokenizer(), Echo(["x"])
-    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer, env = two_stop_tokens(), Echo(["x"])
     chat, eos = chat_format(tokenizer), tokenizer.eos_token_id
     assert chat.stop_ids == {eos, chat.end_of_turn} != {eos}
     (t,) = rollout([env], [None], says(5, eos), tokenizer)
@@ -532,27 +481,10 @@ def test_after_another_stop_token_the_template_still_closes_the_turn():
     assert t.reward == 1 and eos not in tokenizer(env.heard[0]).input_ids
 
 
-def failing_envs(broken=None):
-    """An env that raises in one place, and counts how often it is closed."""
-
-    def fail(*args):
-        raise OSError("the disk is full")
-
-    def close():
-        env.closed += 1
-        if broken == "close":
-            fail()
-
-    env = env_with(close=close, closed=0)
-    if broken in ("reset", "step", "reward"):
-        setattr(env, broken, fail)
-    return env
-
-
 def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
     """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
     rng, outcomes = random.Random(0), Counter()
-    texts = ["", " ", "x" * 20_000, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
+    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
     junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
             [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
             [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
@@ -584,199 +516,90 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
     assert len(outcomes) == 4 and outcomes["rollout"] > 50
 
 
+def fail(*args, error=OSError("the disk is full")):  # noqa: B008
+    raise error
+
+
+def env_that_fails(place=None):
+    """An env that counts how often it is closed."""
+    env = env_with(closed=0, **{place: fail} if place in ("reset", "step", "reward") else {})
+    env.close = lambda: setattr(env, "closed", env.closed + 1) or (fail() if place == "close" else None)
+    return env
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
     ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
     ("step", "env 1 (Echo), turn 1: env.step() raised "),
     ("reward", "env 1 (Echo), turn 2: env.reward() raised "),
-    ("close", "env 1 (Echo), turn last: env.close() raised ")])
-def test_an_env_that_raises_is_named_and_all_envs_are_closed(place, words, threads):
-    made = []
+    ("close", "env 1 (Echo), turn last: env.close() raised "), ("policy", None), ("nowhere", None)])
+def test_an_env_that_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
+    made, policy = [], partial(fail, error=KeyboardInterrupt()) if place == "policy" else says(5, END)
+    policy.close = lambda: made.append(SimpleNamespace(closed=1))
 
     def make_env(task):
-        if (place, task) == ("make", 1):
-            raise OSError("the disk is full")
-        made.append(failing_envs(place if task == 1 else None))
+        made.append(fail() if (place, task) == ("make", 1) else env_that_fails(place if task == 1 else None))
         return made[-1]
 
-    with pytest.raises(RuntimeError, match=re.escape(words + "OSError: the disk is full")) as caught:
-        collect_groups([0, 1, 2], make_env, says(5, END), TOKENIZER, G=1, threads=threads)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert [env.closed for env in made] == [1] * (1 if place == "make" else 3)
+    error = {"policy": KeyboardInterrupt, "nowhere": None}.get(place, RuntimeError)
+    words = words and re.escape(words + "OSError: the disk is full")
+    with pytest.raises(error, match=words) if error else nullcontext() as caught:
+        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, threads=threads)
+    assert not words or isinstance(caught.value.__cause__, OSError)
+    assert [env.closed for env in made] == [1] * (2 if place == "make" else 4)  # the policy too
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_all_envs_are_closed_however_a_rollout_ends(threads):
-    def interrupted(prompts):
-        raise KeyboardInterrupt
-
-    for settings, error in (({}, None), ({"policy": interrupted}, KeyboardInterrupt),
-                            ({"policy": says()}, ValueError), ({"groups": [1]}, ValueError),
-                            ({"max_turns": 0}, ValueError)):
-        envs = [failing_envs() for _ in range(3)]
-        try:
-            played(*envs, threads=threads, **settings)
-            assert error is None
-        except BaseException as raised:
-            assert type(raised) is error
-        assert [env.closed for env in envs] == [1, 1, 1]
+def test_a_reward_is_any_number_in_0_1_and_nothing_else():
+    for reward in (1, 0, True, 0.25, np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(1.0),
+                   torch.tensor(0.5, dtype=torch.bfloat16)):
+        (t,) = played(Echo(value=reward))
+        assert t.reward == float(reward) and type(t.reward) is float
+    for reward in (-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", [1.0], 1j, torch.tensor([0.5, 0.5])):
+        with pytest.raises(ValueError, match=r"env 0 \(Echo\), turn 2: env.reward\(\) returned .* \[0, 1\]"):
+            played(Echo(value=reward))
 
 
-@pytest.mark.parametrize("reward", [1, 0, True, 0.25, np.float32(0.5), np.bool_(True), np.array(0.5),
-                                    torch.tensor(1.0), torch.tensor(0.5, dtype=torch.bfloat16)], ids=repr)
-def test_a_reward_may_be_any_number_in_0_1(reward):
-    (t,) = played(Echo(value=reward))
-    assert t.reward == float(reward) and type(t.reward) is float
-
-
-@pytest.mark.parametrize("reward", [-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", "good", [1.0], 1j,
-                                    torch.tensor([0.5, 0.5])], ids=repr)
-def test_any_other_reward_is_refused(reward):
-    with pytest.raises(ValueError, match=r"env 0 \(Echo\), turn 2: env.reward\(\) returned .*in \[0, 1\]"):
-        played(Echo(value=reward))
-
-
-def test_threads_give_the_same_trajectories():
-    def envs():
-        for row in range(7):
-            env = env_with(["x" * row] * (row % 3), value=row / 10)
-            env.reset = lambda row=row: time.sleep(0.002 * (7 - row)) or user(f"{row}")
-            yield env
-
-    one, three = (rollout(envs(), [HIGH] * 7, says(5, END), TOKENIZER, range(7), threads=n) for n in (1, 3))
-    assert one == three
-
-
-def test_threads_really_overlap():
+def test_threads_really_overlap_and_give_the_same_trajectories():
     together = threading.Barrier(4, timeout=20)  # passes only when all four wait at it at the same time
 
-    def meet(answer):
-        together.wait()
+    def meet(answer, threads):
+        time.sleep(0 if threads == 1 else 0.01 * (4 - together.wait()))
         return answer
 
-    envs = [env_with(reset=lambda: meet(user("go")), step=lambda text: meet(None), reward=lambda: meet(1))
-            for _ in range(4)]
-    assert [t.reward for t in played(*envs, threads=4)] == [1] * 4
+    def play(threads):
+        envs = [env_with(reset=lambda row=row: meet(user(f"{row}"), threads),
+                         step=lambda text: meet(None, threads),
+                         reward=lambda row=row: meet(row / 4, threads)) for row in range(4)]
+        return played(*envs, reward_tokens=[HIGH] * 4, groups=range(4), threads=threads)
+
+    assert play(4) == play(1)
 
 
 def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token():
     high, low = TOKENIZER.convert_tokens_to_ids([HIGH, LOW])
-    made = []
-
-    def make_env(task):
-        made.append(task)
-        return Echo([], request=task)
 
     def groups(seed=0, **settings):
-        made.clear()
-        settings["generator"] = torch.Generator().manual_seed(seed)
-        return collect_groups(["a", "b", "c"], make_env, says(5, END), TOKENIZER, **settings)
+        return collect_groups(["a", "b", "c"], lambda task: Echo([], request=task), says(5, END), TOKENIZER,
+                              generator=torch.Generator().manual_seed(seed), **settings)
 
     for p, expected in ((None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})):
         trajectories = groups(G=4, p=p)
-        assert made == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
         assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
         assert {t.reward_token for t in trajectories} == expected
-        for t, task in zip(trajectories, made):
+        for t in trajectories:
             asked = [i for i in t.ids if i in (high, low)]
             assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
-            assert f"\n{task}" in TOKENIZER.decode(t.ids)
+            assert f"\n{'abc'[t.group]}" in TOKENIZER.decode(t.ids)
 
-    def drawn(**settings):
+    def tokens(**settings):
         return [t.reward_token for t in groups(G=6, **settings)]
 
-    assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2) and drawn(seed=1)[:6] != drawn(seed=1)[6:12]
-    assert [drawn(p=1 / 3, stratified=True)[at : at + 6].count(HIGH) for at in (0, 6, 12)] == [2, 2, 2]
+    assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2) and tokens(seed=1)[:6] != tokens(seed=1)[6:12]
+    assert [tokens(p=1 / 3, stratified=True)[at : at + 6].count(HIGH) for at in (0, 6, 12)] == [2, 2, 2]
     assert len(groups()) == 15 and all(t.truncated for t in groups(max_tokens=5))
 
 
-# ===== Refusals of section 5 and of appendices B and C ======================================================
-
-
-def take(chat_template):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = chat_template
-    return chat_format(tokenizer)
-
-
-def one_step(drawn_at, **settings):
-    """A step of stage 2 that must be refused before an env is made or the policy is asked."""
-
-    def unasked(*args):
-        raise AssertionError("refused too late")
-
-    policy = functools.partial(unasked)
-    policy.temperature = drawn_at
-    return rcgrpo_step(None, None, None, ["task"], unasked, policy, TOKENIZER, **settings)
-
-
-def script(*texts):
-    return scripted_policy(texts, TOKENIZER)
-
-
-SAME = Echo()
-NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
-SHORT = dict(max_position_embeddings=8)
-REFUSALS = [
-    (lambda: played(), "at least one: 0 envs"),
-    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 reward tokens"),
-    (lambda: played(Echo(), groups=[1, 2]), "2 groups"),
-    (lambda: played(SAME, SAME), "make a fresh env for each"),
-    (lambda: played(Echo(), max_turns=0), "whole numbers from 1 on"),
-    (lambda: played(Echo(), max_tokens=1.5), "whole numbers from 1 on"),
-    (lambda: played(Echo(), threads=0), "whole numbers from 1 on"),
-    (lambda: played(env_with(reset=lambda: "hello")), "turn 0: env.reset() must return a non-empty list"),
-    (lambda: played(env_with(reset=lambda: None)), "turn 0: env.reset() must return a non-empty list"),
-    (lambda: played(Echo(request=None)), "turn 0: env.reset() must return"),
-    (lambda: played(env_with(step=lambda text: tool("x")[0])), "turn 1: env.step() must return"),
-    (lambda: played(env_with(step=lambda text: [])), "turn 1: env.step() must return"),
-    (lambda: played(env_with(step=lambda text: [{"content": "x"}])), "turn 1: env.step() must return"),
-    (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
-    (lambda: played(Echo(), policy=lambda prompts: []), "one non-empty list of ids per prompt: 1 prompts"),
-    (lambda: played(Echo(), policy=says()), "one non-empty list of ids per prompt"),
-    (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
-    (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
-    (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
-    (lambda: ModelPolicy(tiny_model(9), {0}, -1, 5), "0 <= temperature < inf"),
-    (lambda: ModelPolicy(tiny_model(9), {0}, math.nan, 5), "0 <= temperature < inf"),
-    (lambda: ModelPolicy(tiny_model(9), {0}, math.inf, 5), "0 <= temperature < inf"),
-    (lambda: ModelPolicy(tiny_model(9), {0}, 1, 0), "max_new_tokens"),
-    (lambda: ModelPolicy(tiny_model(9), {0}, 1, 5, cache_tokens=0), "cache_tokens"),
-    (lambda: sample(tiny_model(9), [[1], []], 1, 5, {0}), "must have from 1 to 511 tokens, got [1, 0]"),
-    (lambda: sample(tiny_model(9, **SHORT), [[1] * 8], 1, 5, {0}), "from 1 to 7 tokens, got [8]"),
-    (lambda: sample(tiny_model(9), [[1, 9]], 1, 5, {0}), "add_reward_tokens(tokenizer, model)"),
-    (lambda: one_step(0.6, temperature=1.0, beta=0), "drawn at temperature 0.6 cannot be scored at 1.0"),
-    (lambda: one_step(0.0, beta=0), "temperature is above 0"),
-    (lambda: one_step(1.0), "beta > 0 needs the frozen stage-1 model"),
-    (lambda: take(None), "no chat template"),
-    (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
-    (lambda: take(CHATML.partition("{% if add")[0]), "no generation prompt"),
-    (lambda: take(NO_END), "must close an assistant turn with an added token, not with '\\nuser\\nv\\n'"),
-    (lambda: take("{{ tools|length }}" + CHATML), "cannot be used: it fails on messages of user: TypeError"),
-    (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
-    (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
-    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
-]
-
-
-@pytest.mark.parametrize("call, words", REFUSALS, ids=[words for _, words in REFUSALS])
-def test_what_cannot_be_right_is_refused_in_one_line(call, words):
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-
-
 # ===== 6. Advantages =====
-
-
-@pytest.mark.parametrize("rewards, expected", [
-    ([1.0], [0]), ([1, 1, 1, 1], [0] * 4), ([0.1] * 3, [0] * 3), ([1, 0], [1, -1]),
-    ([1, 0, 0, 0], [3**0.5, -1 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5]),  # by the population's std
-])
-def test_advantages_of_one_group(rewards, expected):
-    advantages = group_advantages(rewards, [0] * len(rewards))
-    assert advantages.dtype == torch.float32
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=0)  # without variance: exactly 0
 
 
 def advantages_by_numpy(trajectories, eps=1e-6):
@@ -788,14 +611,17 @@ def advantages_by_numpy(trajectories, eps=1e-6):
     return A
 
 
-def test_groups_may_be_interleaved_and_of_any_size_and_are_normalised_alone():
-    rng = np.random.default_rng(0)
-    groups = rng.permutation([0] * 5 + [1] * 3 + [2] * 1 + [7] * 4).tolist()
-    rewards = rng.random(len(groups)).round(1).tolist()
+def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_std():
+    closed_form = [  # (group, reward, advantage)
+        ("a", 1, 3**0.5), ("b", 1, 0), ("a", 0, -(3**-0.5)), ("c", 0.1, 0), ("a", 0, -(3**-0.5)),
+        ("c", 0.1, 0), ("d", 1, 1), ("c", 0.1, 0), ("d", 0, -1), ("a", 0, -(3**-0.5))]
+    groups, rewards, expected = zip(*closed_form)
+    advantages = group_advantages(rewards, groups)
+    assert advantages.dtype == torch.float32  # without variance: exactly 0
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
     rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)]
-    for eps in (1e-6, 0.1):
-        expected = advantages_by_numpy(rows, eps)
-        assert group_advantages(rewards, groups, eps).numpy() == pytest.approx(expected, abs=1e-5)
+    expected = advantages_by_numpy(rows, eps=0.1)
+    assert group_advantages(rewards, groups, 0.1).numpy() == pytest.approx(expected, abs=1e-5)
 
 
 # ===== 7. The clipped policy gradient with KL =====
@@ -874,10 +700,11 @@ def test_the_loss_is_finite_for_any_input_and_0_without_actions(ratio):
 # ===== 8. Stage 2, one step =====
 
 
-def straight_update(model, ref, batch, optimizer, temperature=1.0, clip=0.2, beta=0.1, ratio="token",
-                    updates=1, max_grad_norm=1.0):
+def straight_update(model, ref, batch, by=sgd, temperature=1.0, clip=0.2, beta=0.1, ratio="token", updates=1,
+                    max_grad_norm=1.0):
     """`rcgrpo_update` on a copy of the model. Returns the copy, and the metrics of the last update."""
     model, A, mask = copy.deepcopy(model).eval(), advantages_by_numpy(batch), action_mask(batch)
+    optimizer = by(model)
     with torch.no_grad():
         old = plain_scores(model, batch, temperature)[0]
         ref = plain_scores(ref, batch, temperature)[0] if beta else None
@@ -889,42 +716,34 @@ def straight_update(model, ref, batch, optimizer, temperature=1.0, clip=0.2, bet
     return model, metrics
 
 
-UPDATES = {
-    "the defaults": {},
-    "one product of ratios a trajectory": dict(ratio="trajectory", beta=0.5, updates=2),
-    "groups split": dict(updates=2, beta=0.5, tokens_per_pass=25),
-    "no KL": dict(updates=2, beta=0.0, clip=0.05),
-    "row by row": dict(updates=3, ratio="trajectory", tokens_per_pass=1, max_grad_norm=0.3, temperature=0.7),
-    "AdamW": dict(updates=2, by=AdamW, clip=0.4, max_grad_norm=math.inf, tokens_per_pass=50, temperature=1.3),
-}
-
-
-@pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
-def test_an_update_is_the_one_written_straight_down(settings):
-    settings = {"tokens_per_pass": 10**6, **settings}
-    by, model, ref = settings.pop("by", SGD), policy_model().train(), policy_model(seed=1).train()
+@pytest.mark.parametrize("by, settings", [
+    (sgd, {}), (sgd, dict(ratio="trajectory", beta=0.5, updates=2)),
+    (sgd, dict(updates=2, beta=0.5, tokens_per_pass=25)),  # groups are split
+    (sgd, dict(updates=3, ratio="trajectory", tokens_per_pass=1, max_grad_norm=0.3, temperature=0.7)),
+    (adamw, dict(updates=2, beta=0.0, clip=0.4, max_grad_norm=math.inf, temperature=1.3)),
+])
+def test_an_update_is_the_one_written_straight_down(by, settings):
+    model, ref = policy_model().train(), policy_model(seed=1).train()
     start, ref_start = copy.deepcopy(model), copy.deepcopy(ref.state_dict())
     written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
-    expected, metrics = straight_update(model, ref, rl_batch(), by(), **written)
-    given_ref = ref if settings.get("beta", 0.1) else None
-    ours = rcgrpo_update(model, given_ref, by().of(model), rl_batch(), **settings)
+    expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
+    ours = rcgrpo_update(model, ref if settings.get("beta", 1) else None, by(model), rl_batch(), **settings)
     assert ours.keys() == metrics.keys()
     assert_close(ours, metrics)
     assert_moved_alike(start, model, expected)
-    assert metrics["clip_fraction"] > 0 or not settings.get("updates")  # else nothing was tested
+    assert metrics["clip_fraction"] > 0 or not settings  # else nothing was tested
     assert all(torch.equal(value, ref_start[name]) for name, value in ref.state_dict().items())
     assert all(p.grad is None for p in [*ref.parameters(), *model.parameters()])
 
 
 def test_groups_without_variance_and_rows_without_actions_change_nothing():
     model, silent = policy_model(), [Trajectory([1, 2, 3][:n], [0] * n, group=5) for n in (2, 3)]
-    equal = [replace(t, reward=float(t.group)) for t in rl_batch()]
-    for nothing in (equal, silent):
-        metrics = rcgrpo_update(model, None, SGD().of(model), nothing, beta=0)
+    for nothing in ([replace(t, reward=float(t.group)) for t in rl_batch()], silent):
+        metrics = rcgrpo_update(model, None, sgd(model), nothing, beta=0)
         assert metrics["loss"] == pytest.approx(0) and metrics["grad_norm"] == metrics["skipped"] == 0
     start = copy.deepcopy(model)
-    expected, metrics = straight_update(model, start, rl_batch(), SGD())
-    assert_close(rcgrpo_update(model, start, SGD().of(model), [*rl_batch(), *silent]), metrics)
+    expected, metrics = straight_update(model, start, rl_batch())
+    assert_close(rcgrpo_update(model, start, sgd(model), [*rl_batch(), *silent]), metrics)
     assert_moved_alike(start, model, expected)
 
 
@@ -932,15 +751,15 @@ def test_groups_without_variance_and_rows_without_actions_change_nothing():
 def test_a_gradient_that_is_not_finite_is_thrown_away_for_good_and_counted(bad):
     model, backward_passes = policy_model(), itertools.count()
     start = copy.deepcopy(model)
-    expected, _ = straight_update(model, start, rl_batch(), SGD(), updates=2)
+    expected, _ = straight_update(model, start, rl_batch(), updates=2)
     model.model.norm.weight.register_hook(lambda g: g * (math.nan if next(backward_passes) == bad else 1))
-    metrics = rcgrpo_update(model, start, SGD().of(model), rl_batch(), updates=3)
+    metrics = rcgrpo_update(model, start, sgd(model), rl_batch(), updates=3)
     assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"]) == (bad == 2)
     assert_moved_alike(start, model, expected)  # two of three updates count
 
 
 class Parity(Echo):
-    """An env that answers once. R is 1 if the codes of the characters that it heard add up to an even one."""
+    """R is 1 if the codes of the characters that it heard add up to an even number."""
 
     def __init__(self, task):
         super().__init__(["ok"], task)
@@ -949,152 +768,66 @@ class Parity(Echo):
         return float(sum(map(ord, "".join(self.heard))) % 2 == 0)
 
 
-class Chatter:
-    """A policy that says three random letters and claims a temperature."""
+def chatter(temperature=1.0, seed=0):
+    """A policy that says three random letters and claims a temperature, if given."""
+    rng = np.random.default_rng(seed)
 
-    def __init__(self, tokenizer, temperature=1.0, seed=0):
-        self.end, self.temperature = tokenizer.convert_tokens_to_ids("<|im_end|>"), temperature
-        self.rng = np.random.default_rng(seed)
+    def policy(prompts):
+        return [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
 
-    def say(self, prompts):
-        return [[*self.rng.integers(1, 50, 3).tolist(), self.end] for _ in prompts]
-
-    __call__ = say
+    vars(policy).update({"temperature": temperature} if temperature else {})
+    return policy
 
 
-class Together:
-    """Processes as threads of this one: they meet in every collective, or the test fails."""
-
-    def __init__(self, models):
-        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
-        for process, model in enumerate(models):
-            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
-
-    def exchange(self, process, value):
-        self.values[process] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
-
-    def sum(self, process, name, gradient):
-        """As sharded models do: gradients are summed over processes when they are made."""
-        everyones = self.exchange(process, (name, gradient))
-        assert {other for other, _ in everyones} == {name}
-        return sum(g for _, g in everyones)
-
-    def run(self, work):
-        def with_gather(process):
-            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
-
-        with ThreadPoolExecutor() as threads:
-            return list(threads.map(with_gather, range(len(self.values))))
+LONG = "the other cat sat on the mat " * 3
+TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # its rollouts are cut
+ONE, DEALT, EMPTY_SHARE = [slice(None)], [slice(0, None, 2), slice(1, None, 2)], [slice(None), slice(0, 0)]
 
 
-@pytest.mark.parametrize("ratio, shares", [
-    ("token", [slice(0, None, 2), slice(1, None, 2)]), ("trajectory", [slice(None), slice(0, 0)]),
-], ids=["groups dealt", "an empty share"])
-def test_two_processes_make_the_step_of_one(shares, ratio):
-    tokenizer, start, ref = ready_tokenizer(), policy_model(384), policy_model(384, seed=1)
-    models, refs, given = [copy.deepcopy(start) for _ in shares], [copy.deepcopy(ref) for _ in shares], []
+@pytest.mark.parametrize("shares, claims, drawing, settings", [
+    (ONE, 1.0, {}, {}),
+    (ONE, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (ONE, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
+    (ONE, 1.0, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+    (EMPTY_SHARE, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
+], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "an empty share"])
+def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_one(
+        shares, claims, drawing, settings):
+    start, ref, given, everyone = policy_model(384), policy_model(384, seed=1), [], []
+    models, refs = ([copy.deepcopy(model) for _ in shares] for model in (start, ref))
     assert all(rcgrpo.packs(ref, 1) for ref in refs)
-    settings = dict(updates=2, beta=0.5, ratio=ratio)
 
     def work(process, gather):
         def mine(groups):
             given.append(groups)
             return groups[shares[process]]
 
-        tasks = ["the cat", "the other cat sat on the mat"][: 2 - process]  # both call their first group 0
-        model, policy = models[process], Chatter(tokenizer, seed=process)
+        model, generator = models[process], torch.Generator().manual_seed(process)
+        tasks = ["the cat", LONG][: 2 - process]  # both call their first group 0
         return rcgrpo_step(
-            model, refs[process], SGD().of(model), tasks, Parity, policy, tokenizer, G=4, tokens_per_pass=150,
-            generator=torch.Generator().manual_seed(process), gather=gather, mine=mine, **settings)
+            model, refs[process], sgd(model), tasks, Parity, chatter(claims, process), TOKENIZER,
+            gather=gather, generator=generator, mine=mine, tokens_per_pass=150, **drawing, **settings)
 
-    (first, of_first), (second, of_second) = Together(models).run(work)
-    assert [t.group for t in of_first + of_second] == [0] * 4 + [1] * 4 + [0] * 4
-    everyone = of_first + [replace(t, group=2) for t in of_second]
-    expected, metrics = straight_update(start, ref, everyone, SGD(), **settings)
-    assert metrics["clip_fraction"] > 0
-    metrics.update(group_metrics(everyone, 0.5))
-    for ours, model in ((first, models[0]), (second, models[1])):
+    together, fed = Together(models), feeds(models[0])
+    results = together.run(work)
+    draw = {"p": 0.5, **drawing}
+    draw.pop("limits", None)
+    for process, (_, rollouts) in enumerate(results):
+        draw["generator"] = torch.Generator().manual_seed(process)
+        groups = collect_groups(range(2 - process), lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
+        assert [(t.group, t.reward_token) for t in rollouts] == [(t.group, t.reward_token) for t in groups]
+        everyone += [replace(t, group=10 * process + t.group) for t in rollouts]
+    expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims, **settings})
+    assert metrics["clip_fraction"] > 0 or not settings
+    metrics.update(group_metrics(everyone, draw["p"]))
+    for (ours, _), model in zip(results, models):
         assert ours.keys() == metrics.keys() | {"rollout_seconds", "update_seconds"}
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
     lengths = [sum(len(everyone[row].ids) for row in rows) for rows in given[0]]
-    assert given[0] == given[1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
-
-
-def test_two_processes_make_the_step_of_one_in_stage_1():
-    start, batch = policy_model(), rl_batch()
-    models, shares = [copy.deepcopy(start) for _ in range(2)], [batch[:6], batch[6:]]
-
-    def work(process, gather):
-        model = models[process]
-        return rctp_step(model, SGD().of(model), shares[process], 30, gather=gather)
-
-    results = Together(models).run(work)
-    expected, metrics = straight_rctp(start, batch, SGD())
-    for ours, model in zip(results, models):
-        assert_close(ours, metrics)
-        assert_moved_alike(start, model, expected)
-
-
-def recorded_step(monkeypatch, **settings):
-    """What one step hands to its parts."""
-    tokenizer, model, ref = ready_tokenizer(), policy_model(384), policy_model(384, seed=1)
-    seen = {"scored at": set(), "loss": set(), "clipped to": [], "rows a pass": []}
-
-    def record(owner, name, note):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, **named: note(*given) or original(*given, **named))
-
-    def note_scoring(scored_model, part, temperature):
-        seen["scored at"].add(temperature)
-        seen["rows a pass"] += [len(part)] * (scored_model is model)
-
-    record(rcgrpo, "action_logprobs", note_scoring)
-    record(rcgrpo, "clipped_policy_loss", lambda *given: seen["loss"].add(given[5:8]))
-    record(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: seen["clipped to"].append(norm))
-    policy = Chatter(tokenizer, settings.pop("policy_temperature", 1.0))
-    policy = policy.say if settings.pop("plain", "temperature" in settings) else policy
-    given = {"generator": torch.Generator().manual_seed(0), "limits": {"max_turns": 4}, **settings}
-    optimizer, tasks = SGD().of(model), ["the cat"]
-    metrics, rollouts = rcgrpo_step(model, ref, optimizer, tasks, Parity, policy, tokenizer, **given)
-    monkeypatch.undo()
-    return {**seen, "truncated": metrics["truncated"], "reward tokens": [t.reward_token for t in rollouts]}
-
-
-def drawn(G=5, p=0.5, seed=0, stratified=False):
-    return sample_reward_tokens(G, p, torch.Generator().manual_seed(seed), stratified)
-
-
-USUAL = {"scored at": {1.0}, "loss": {(0.2, 0.1, "token")}, "clipped to": [1.0], "rows a pass": [5],
-         "truncated": 0, "reward tokens": drawn()}
-
-
-@pytest.mark.parametrize("setting, value, changes", [
-    ("plain", True, {}),  # a policy that claims no temperature
-    ("temperature", 0.6, {"scored at": {0.6}}),  # the same
-    ("policy_temperature", 0.7, {"scored at": {0.7}}),
-    ("clip", 0.3, {"loss": {(0.3, 0.1, "token")}}),
-    ("beta", 0.7, {"loss": {(0.2, 0.7, "token")}}),
-    ("ratio", "trajectory", {"loss": {(0.2, 0.1, "trajectory")}}),
-    ("updates", 3, {"clipped to": [1.0] * 3, "rows a pass": [5] * 3}),
-    ("tokens_per_pass", 1, {"rows a pass": [1] * 5}),
-    ("max_grad_norm", 0.3, {"clipped to": [0.3]}),
-    ("G", 3, {"rows a pass": [3], "reward tokens": drawn(3)}),
-    ("p", 0.0, {"reward tokens": [LOW] * 5}),
-    ("p", 1.0, {"reward tokens": [HIGH] * 5}),
-    ("p", None, {"reward tokens": [None] * 5}),  # plain GRPO
-    ("stratified", True, {"reward tokens": drawn(stratified=True)}),
-    ("generator", torch.Generator().manual_seed(1), {"reward tokens": drawn(seed=1)}),
-    ("limits", {"max_turns": 1}, {"truncated": 1}),
-])
-def test_a_setting_changes_what_it_names_and_nothing_else(setting, value, changes, monkeypatch):
-    assert recorded_step(monkeypatch, **{setting: value}) == {**USUAL, **changes}
+    assert given[0] == given[-1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
+    assert max(tokens for _, tokens in fed) <= 150 < sum(lengths)
+    assert (metrics["truncated"] > 0) == ("limits" in drawing)
 
 
 # ===== 9. What to watch, and the two propositions =====
@@ -1111,55 +844,34 @@ def test_metrics_by_hand():
     expected = {
         "reward": 0.75, "reward_high": 1, "reward_low": 0.6, "reward_high_minus_low": 0.4, "tokens": 16,
         "sigma": 0.25, "zero_std": 0.5, "sigma2": 0.125, "truncated": 0, "advantage_std": 0.5**0.5,
-        "sigma2_floor": 3 / 4 * 0.25 * 0.4**2, "sigma2_ceiling": 3 / 4 * 0.75 * 0.25,
-    }
+        "sigma2_floor": 3 / 4 * 0.25 * 0.4**2, "sigma2_ceiling": 3 / 4 * 0.75 * 0.25}
     assert group_metrics(batch, p=0.5) == pytest.approx(expected, abs=1e-5)
     expected["sigma2_floor"] = 3 / 4 * 3 / 8 * 5 / 8 * 0.4**2  # p as measured
     assert group_metrics(batch) == pytest.approx(expected, abs=1e-5)
     plain = group_metrics(scored([0.1] * 3) + scored([0], truncated=True, group=1))
     assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
-    assert plain["sigma2_floor"] == 0
-    json.dumps(plain, allow_nan=False)
+    assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
 
 @pytest.mark.parametrize("means, p, G, stratified", [  # of R under HIGH and LOW, for each kind of task
-    ([(0.9, 0.1)], 0.5, 5, False), ([(1.0, 0.8)], 0.25, 8, False), ([(0.3, 0.3)], 0.5, 4, False),
-    ([(0.95, 0.1), (0.2, 0.05)], 0.5, 5, False), ([(1.0, 0.0)], 0.5, 6, True),
-])
+    ([(1.0, 0.8)], 0.25, 8, False), ([(1.0, 0.0)], 0.5, 6, True), ([(0.9, 0.1), (0.2, 0.1)], 0.5, 5, False)])
 def test_proposition_4_3_floor_and_ceiling_of_the_variance(means, p, G, stratified):
     rng, generator, batch = np.random.default_rng(0), torch.Generator().manual_seed(0), []
     for group in range(800):
         tokens = sample_reward_tokens(G, p, generator, stratified)
         mean = dict(zip((HIGH, LOW), means[group % len(means)]))
         batch += scored([rng.random() < mean[token] for token in tokens], tokens, group)
-    metrics = group_metrics(batch, p=p)
-    high, low = np.mean(means, axis=0)
-    m, kappa = p * high + (1 - p) * low, (G - 1) / G * p * (1 - p)
-    assert metrics["sigma2_floor"] == pytest.approx(kappa * (high - low) ** 2, abs=0.015)
-    assert metrics["sigma2_ceiling"] == pytest.approx((G - 1) / G * m * (1 - m), abs=0.015)
+    metrics, sigma2 = group_metrics(batch, p=p), group_metrics(batch)["sigma2"]
     if stratified:  # between-mode variance without the factor (G-1)/G
-        assert metrics["sigma2"] == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
+        assert sigma2 == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
     elif len(means) > 1:  # different tasks: both are bounds
-        assert metrics["sigma2_floor"] + 0.02 < metrics["sigma2"] < metrics["sigma2_ceiling"] - 0.01
-    else:
-        assert metrics["sigma2"] == pytest.approx((G - 1) / G * m * (1 - m), abs=0.015)
+        assert metrics["sigma2_floor"] + 0.02 < sigma2 < metrics["sigma2_ceiling"] - 0.01
+    else:  # for a 0/1 reward it is the ceiling
+        assert sigma2 == pytest.approx(metrics["sigma2_ceiling"], abs=0.015)
 
 
-def test_proposition_4_2_a_peaked_policy_gives_identical_rollouts():
-    T, G, p_optimal = 4, 5, 0.998
-    eps_sft = -math.log(p_optimal)  # KL(point mass || pi) at each step
-    optimal = (np.random.default_rng(0).random((4000, G, T)) < p_optimal).all(2)
-    assert optimal.mean() >= math.exp(-T * eps_sft) - 0.002
-    bound = 1 - G * T * eps_sft
-    assert 0 < bound < 1 and optimal.all(1).mean() >= bound - 0.002  # it is empty once G T eps_sft >= 1
-    collapsed = [group_advantages(row, [0] * G).any() for row in optimal[:200] if row.all()]
-    assert not any(collapsed) and 0 < len(collapsed) < 200
-
-
-# ============================================================================================================
-# Appendix A. Log-probs: of any causal language model, what one plain pass a row gives
-# ============================================================================================================
+# ===== A. Log-probs: of any causal language model, what one plain pass a row gives =====
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SMALL = dict(
@@ -1197,9 +909,8 @@ NOISY = {
 }
 # What people train is packed, without a warning: a fault of ours would else hide behind the slow path.
 PACKED = [
-    *((kind, {}) for kind in "qwen2 qwen3 llama mistral gemma smollm3 qwen2_moe qwen3_moe olmo2 starcoder2 "
-                             "glm4_moe ernie4_5 hunyuan_v1_dense gpt_neox".split()),
-    *((kind, layers(SLIDING, FULL)) for kind in "gemma3_text olmo3 cohere2 exaone4 ministral".split()),
+    *((kind, {}) for kind in "qwen2 qwen3 llama mistral gemma smollm3 qwen3_moe olmo2 glm4_moe".split()),
+    *((kind, layers(SLIDING, FULL)) for kind in "gemma3_text olmo3 cohere2".split()),
     ("deepseek_v3", dict(num_key_value_heads=4)), ("llama4_text", layers("chunked_attention", FULL)),
     ("granite", dict(logits_scaling=8.0)), ("cohere", dict(logit_scale=0.1)),
     ("phi3", dict(sliding_window=262144)),
@@ -1208,21 +919,19 @@ PACKED = [
 ]
 # The rest may be computed row by row: states, convolutions, sinks, soft-caps, biases, windows of 8 that bite.
 OTHERS = [
-    *((kind, {}) for kind in "bloom stablelm nanochat bart doge mamba2".split()),
-    ("falcon", dict(head_dim=None)), ("qwen3_5_text", layers(LINEAR, FULL)), ("lfm2", layers("conv", FULL)),
-    ("gpt_oss", layers(FULL, FULL)),
-    ("granitemoehybrid", dict(layer_types=["mamba", "attention"])), ("gemma2", layers(SLIDING, FULL)),
-    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)), ("mistral", dict(sliding_window=8)),
+    *((kind, {}) for kind in "gpt_neox bloom stablelm bart".split()), ("falcon", dict(head_dim=None)),
+    ("qwen3_5_text", layers(LINEAR, FULL)), ("lfm2", layers("conv", FULL)),
+    ("granitemoehybrid", dict(layer_types=["mamba", "attention"])), ("mistral", dict(sliding_window=8)),
+    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)),
     ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)),
     *((kind, layers(SLIDING, FULL, sliding_window=8)) for kind in ("gemma3_text", "gemma2", "gpt_oss")),
     ("llama4_text", layers("chunked_attention", FULL, attention_chunk_size=8)),
     ("modernbert-decoder", dict(local_attention=8)),
 ]
 PROMPT = [3, 9, 14, 22, 31, 40, 5, 8]
-ROWS = [
-    trajectory(PROMPT, ([6, 7, 8], [9, 1]), ([11], []), group=0), trajectory([*PROMPT, 12], ([13, 14], [])),
-    trajectory(PROMPT, ([33, 5, 44, 21, 9], []), group=0), trajectory([7, 7, 9], ([20, 21], [2]), ([30], [])),
-]
+ROWS = [trajectory(PROMPT, ([6, 7, 8], [9, 1]), ([11], []), group=0),
+        trajectory([7, 7, 9], ([20, 21], [2]), ([30], [])),
+        trajectory(PROMPT, ([33, 5, 44, 21, 9], []), group=0)]
 
 
 def with_gradients(model, logp):
@@ -1240,35 +949,29 @@ def assert_same(ours, expected):
         assert (ours[1][name] - gradient).abs().max() <= 2e-5 * max(1.0, gradient.abs().max()), name
 
 
-def greedy(model, prompt, n):
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
+@pytest.mark.filterwarnings("ignore:.*cannot be")
 @pytest.mark.parametrize("kind, overrides", [*PACKED, *OTHERS])
 def test_any_architecture_is_scored_and_sampled_as_its_plain_forward_pass(kind, overrides):
     model = tiny(kind, **overrides)
-    attention, expected = model.config._attn_implementation, plain_scores(model, ROWS)[0]
-    expected = with_gradients(model, expected)
-    prompts = [[3, 9, 14, 22], [7, 8], [5] * 11, [7, 8]]
+    expected = with_gradients(model, plain_scores(model, ROWS)[0])
+    prompts = [[7, 8], [5] * 11]
     model.train()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        policy = rcgrpo.ModelPolicy(model, set(), 0, 2)
+        policy = ModelPolicy(model, set(), 0, 2)
         said = policy(prompts)
         assert_same(with_gradients(model, action_logprobs(model, ROWS)), expected)
-        longer = [prompt + ids + [50] for prompt, ids in zip(prompts[1:], said[1:])]
+        longer = [prompt + action + [50] for prompt, action in zip(prompts[1:], said[1:])]
         said += policy(longer)
     model.eval()
-    with torch.no_grad():
-        assert said == [greedy(model, prompt, 2) for prompt in [*prompts, *longer]]
-        assert torch.allclose(plain_scores(model, ROWS)[0], expected[0], atol=1e-5)  # the model is as before
-    assert model.config._attn_implementation == attention
+    for prompt, action in zip([*prompts, *longer], said):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + action[:1]]), use_cache=False).logits[0, -2:]
+        assert action == logits.argmax(-1).tolist()
     if (kind, overrides) in PACKED:
         assert rcgrpo.packs(model, 15) and not any("one by one" in str(w.message) for w in warned)
-    assert rcgrpo.packs(model, 15) == rcgrpo.packs(model.bfloat16(), 15)
+    else:
+        assert rcgrpo.packs(model, 15) == rcgrpo.packs(copy.deepcopy(model).bfloat16(), 15)
 
 
 def groups_of_every_kind():
@@ -1285,78 +988,60 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
-@pytest.mark.parametrize("shape", groups_of_every_kind())
-def test_one_pass_over_groups_equals_one_pass_a_row(shape):
-    trajectories, model = groups_of_every_kind()[shape], tiny_model(50)
+def test_one_pass_over_groups_equals_one_pass_a_row():
+    trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
     model.set_attn_implementation("eager")
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
     expected = with_gradients(model, logp)
     model.set_attn_implementation("sdpa")
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.activation_checkpointing_enable()
-        model.train()
-        logp, entropy = action_logprobs(model, trajectories, 0.8, entropy=True, rows_per_chunk=5)
-        assert rcgrpo.packs(model, 100)
-        assert_same(with_gradients(model, logp), expected)
-        assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
+    assert rcgrpo.packs(model, 100)
+    logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
+    assert_same(with_gradients(model, logp), expected)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
 
 
-@pytest.mark.parametrize("kind, name", [
-    ("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"), ("gpt_neo", "window_size"),
-    ("recurrent_gemma", "attention_window_size"),
-])
-def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it(kind, name):
-    assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
+def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it():
+    for kind, name in (("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"),
+                       ("gpt_neo", "window_size"), ("recurrent_gemma", "attention_window_size")):
+        assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
     nowhere = AutoConfig.for_model("gemma3_text", **layers(FULL, sliding_window=20))
     assert rcgrpo.attention_window(nowhere) == math.inf
-
-
-def count_fed(model):
-    """The tokens of each forward pass from now on."""
-    fed = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0].numel()))
-    return fed
 
 
 def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
     trajectories, model, rows = groups_of_every_kind()["conditioned"], tiny_model(50), []
     assert rcgrpo.packs(model, 100)
-    fed, head = count_fed(model), model.get_output_embeddings()
+    fed, head = feeds(model), model.get_output_embeddings()
     head.register_forward_hook(lambda head, args, out: rows.append(len(out)) if out.shape[-1] == 50 else None)
     logp = action_logprobs(model, trajectories, rows_per_chunk=4)
     actions = sum(sum(t.mask) for t in trajectories)
-    assert fed == [20 + sum(len(t.ids) - 20 for t in trajectories)]
+    assert fed == [(1, 20 + sum(len(t.ids) - 20 for t in trajectories))]
     assert sum(rows) == actions and max(rows) == 4
     logp.sum().backward()  # nothing was kept: each chunk is made again
     assert sum(rows) == 2 * actions and max(rows) == 4
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", NOISY)
-def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(kind, checkpointing):
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "mixtral"])
+def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers_from_the_first_pass_on(kind):
     model, calls = tiny(kind, **NOISY[kind]), []
     reference = copy.deepcopy(model).train()
     expected = with_gradients(model, plain_scores(model, rl_batch())[0])
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    model.train()
-    assert rcgrpo.packs(model, 100)
+    model.activation_checkpointing_enable()
     for name, module in model.named_modules():
-        if name.endswith((".self_attn", ".attn")):
-            module.register_forward_pre_hook(lambda module, args: calls.append(module))
-    model.train()
-    assert_same(with_gradients(model, action_logprobs(model, rl_batch())), expected)
-    assert [calls.count(layer) for layer in set(calls)] == [1 + checkpointing] * 2
-    assert rcgrpo_update(model.train(), reference, SGD().of(model), rl_batch(), beta=1.0)["kl"] == 0
+        if name.endswith((".self_attn", ".attn")):  # the trial of packing comes before, without gradients
+            module.register_forward_pre_hook(
+                lambda module, args: calls.append(module) if torch.is_grad_enabled() else None)
+    for model_call in range(1, 3):
+        assert_same(with_gradients(model, action_logprobs(model.train(), rl_batch())), expected)
+        assert [calls.count(layer) for layer in set(calls)] == [2 * model_call] * 2
+    assert rcgrpo.packs(model, 100)
+    assert rcgrpo_update(model.train(), reference, sgd(model), rl_batch(), beta=1.0)["kl"] == 0
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_fp32_weights_work_under_bf16_autocast(checkpointing):
+def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
     model = tiny_model(50, initializer_range=0.05)
     expected, gradients = with_gradients(model, plain_scores(model, rl_batch())[0])
-    if checkpointing:
-        model.activation_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         ours, ours_gradients = with_gradients(model, action_logprobs(model.train(), rl_batch()))
         assert rcgrpo.packs(model, 100)
@@ -1365,41 +1050,24 @@ def test_fp32_weights_work_under_bf16_autocast(checkpointing):
         assert (ours_gradients[name] - gradient).norm() < 0.05 * gradient.norm() + 0.02, name
 
 
-def test_a_models_first_pass_is_checkpointed_too():
-    """The trial of packing comes before it, in evaluation mode."""
-    model, runs = tiny_model(50).train(), []
-    model.activation_checkpointing_enable()
-    model.model.layers[0].self_attn.register_forward_hook(lambda *args: runs.append(torch.is_grad_enabled()))
-    action_logprobs(model, rl_batch()).sum().backward()
-    assert sum(runs) == 2  # forward, and again for the backward pass
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "bloom"])  # packed, and not
-def test_an_empty_pass_has_no_rows_and_gives_every_weight_a_gradient_of_0(kind):
-    model = tiny(kind)
-    logp, entropy = action_logprobs(model, [], entropy=True)
-    logp.sum().backward()
-    assert logp.shape == entropy.shape == (0, 0)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("limit", [1, 30, 60, 100, 10**6])
+@pytest.mark.parametrize("limit", [1, 60, 10**6])
 def test_a_pass_has_at_most_so_many_tokens_and_groups_that_fit_stay_together(limit):
     model, batch = policy_model(), groups_of_every_kind()["mixed"] + rl_batch()
-    parts, fed = rcgrpo.passes(model, batch, limit), count_fed(model)
+    parts, fed = rcgrpo.passes(model, batch, limit), feeds(model)
     for rows in parts:
         action_logprobs(model, [batch[row] for row in rows])
+    tokens = [length for _, length in fed]
     assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
-    assert all(tokens <= limit or len(rows) == 1 for tokens, rows in zip(fed, parts))
-    assert fed[0] == max(fed)  # memory runs out at once or never
-    assert len(parts) <= 2 * sum(fed) / limit + 1
+    assert all(n <= limit or len(rows) == 1 for n, rows in zip(tokens, parts))
+    assert tokens[0] == max(tokens)  # memory runs out at once or never
+    assert len(parts) <= 2 * sum(tokens) / limit + 1
     for rows in rcgrpo.rows_by_group([t.group for t in batch]).values():
-        fed.clear()
         action_logprobs(model, [batch[row] for row in rows])
-        assert fed[0] > limit or sum(not set(rows).isdisjoint(part) for part in parts) == 1
+        assert fed[-1][1] > limit or sum(not set(rows).isdisjoint(part) for part in parts) == 1
 
 
-def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_row():
+@pytest.mark.filterwarnings("ignore:.*cannot be")
+def test_all_processes_make_as_many_passes_empty_ones_too_and_a_model_that_is_not_packed_one_a_row():
     model, batch = tiny("mistral", sliding_window=40), rl_batch()[:3]
     parts = rcgrpo.passes(model, batch, 1, lambda values: [*values, 5])
     assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[], []]
@@ -1407,15 +1075,18 @@ def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_
     assert [len(rows) for rows in rcgrpo.passes(model, batch, 10**6)] == [3]
     elsewhere = rcgrpo.passes(model, batch, 10**6, lambda values: [max(values[0], 41)])  # beyond the window
     assert [len(rows) for rows in elsewhere[:3]] == [1] * 3
+    for model in (tiny("qwen2"), tiny("bloom")):  # packed, and not
+        logp, entropy = action_logprobs(model, [], entropy=True)
+        logp.sum().backward()
+        assert logp.shape == entropy.shape == (0, 0)
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-# ============================================================================================================
-# B. Policies
-# ============================================================================================================
+# ===== B. Policies =====
 
 STOPS = set(range(0, 50, 7))  # of 50 tokens
 PROMPTS = [[20, 21, 22, 23, 24, 25, 26]] * 3 + [[30, 31, 32]] * 2 + [[40], [40], [20, 21, 22, 23, 24] * 3]
-TURNS = [4, 1, 5, 3, 4, 2, 5, 4]
+TURNS = [3, 1, 4, 2, 3, 2, 1, 3]
 
 
 def lively(**overrides):
@@ -1425,14 +1096,17 @@ def lively(**overrides):
 
 def read_again(model, T, n, generator=None):
     """The policy written straight down: for each token every row is read from its beginning, alone."""
+    @functools.cache
+    @torch.no_grad()
+    def read(*row):
+        return model(torch.tensor([row])).logits[0, -1].float()
 
     def policy(prompts):
         rows, talking = [list(prompt) for prompt in prompts], set(range(len(prompts)))
         while talking:
             logits = torch.zeros(len(rows), 50)  # rows that are over stay in the draw
             for row in talking:
-                with torch.no_grad():
-                    logits[row] = model(torch.tensor([rows[row]])).logits[0, -1]
+                logits[row] = read(*rows[row])
             greedy = logits.argmax(-1).tolist()
             drawn = torch.multinomial((logits / (T or 1)).softmax(-1), 1, generator=generator)[:, 0].tolist()
             for row in list(talking):
@@ -1455,13 +1129,6 @@ def converse(policy, prompts, turns):
     return conversations
 
 
-def feeds(model):
-    """What the model is given to read, filled as it reads on: a list of (rows, tokens)."""
-    shapes, embedding = [], model.get_input_embeddings()
-    embedding.register_forward_hook(lambda module, args, out: shapes.append((*args[0].shape,)))
-    return shapes
-
-
 def test_sampling_draws_from_exactly_softmax_of_the_logits():
     model = tiny_model(8, initializer_range=0.6)
     model.generation_config = GenerationConfig(temperature=0.7, top_p=0.3, top_k=2, repetition_penalty=1.9,
@@ -1476,17 +1143,31 @@ def test_sampling_draws_from_exactly_softmax_of_the_logits():
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token is kept
 
 
-@pytest.mark.parametrize("T", [0, 0.7, 2.0])
-def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(T):
-    model = lively()
-    ours = ModelPolicy(model, STOPS, T, 6, torch.Generator().manual_seed(3))
+WINDOW = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+
+@pytest.mark.parametrize("T, at_once, cache_tokens, settings", [
+    (0, 2**14, 2**17, {}), (0.7, 12, 2**17, {}), (2.0, 2**14, 2**17, {}),  # 12: prompts are read in pieces
+    (0, 2**14, 90, {}),  # memory for a few conversations at a time
+    (0.7, 2**14, 2**17, WINDOW),
+], ids=["greedy", "in pieces", "drawn", "in parts", "a sliding window"])
+def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
+        T, at_once, cache_tokens, settings, monkeypatch):
+    model, generator = lively(**settings), torch.Generator().manual_seed(3)
     plain = read_again(model, T, 6, torch.Generator().manual_seed(3))
-    assert converse(ours, PROMPTS, TURNS) == converse(plain, PROMPTS, TURNS)
-    assert ours([[9]]) == plain([[9]])  # after all of them, one more that is new
+    expected = converse(plain, PROMPTS, TURNS), plain([[9] * 99, [9]])  # one more that is new, and long
+    monkeypatch.setattr(ModelPolicy, "READ_AT_ONCE", at_once)
+    policy, kept = ModelPolicy(model, STOPS, T, 6, generator, cache_tokens), []
+    fed, embedding = feeds(model), model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, out: kept.append((*policy.real.shape,)))
+    assert (converse(policy, PROMPTS, TURNS), policy([[9] * 99, [9]])) == expected
+    assert all(rows * tokens <= at_once for rows, tokens in fed)
+    assert all(rows * slots <= cache_tokens or rows == 1 for rows, slots in kept) and max(kept)[0] > 2
 
 
-def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
-    model = tiny_model(50)
+def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_goes_on_as_before():
+    model = tiny_model(50).train()
+    model.activation_checkpointing_enable()  # under which the library keeps nothing
     shapes, policy = feeds(model), ModelPolicy(model, {99}, 1.0, 2, torch.Generator().manual_seed(0))
 
     def turn(conversations, *new):
@@ -1507,63 +1188,41 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     turn([talk, talk], 0, 0)  # two go on from one: read again, once
     assert shapes == [(1, len(talk) - 1), (2, 1), (2, 1)]
     turn([[1, 2], [3], [4, 5, 6]], 0, 0, 0)  # different prompts share nothing
-    assert shapes == [(3, 3), (3, 1)]
+    assert shapes == [(3, 3), (3, 1)] and model.training
 
 
-def optimizer_step(model):
-    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=3.0).step()
-
-
-CHANGES = {
-    "an optimizer step": optimizer_step,
-    "load_state_dict": lambda model: model.load_state_dict(tiny_model(50, seed=9).state_dict()),
-    "other .data": lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
-    "written into .data": lambda model: [p.data.mul_(1.5) for p in model.parameters()],
-    "a row of .data": lambda model: model.get_input_embeddings().weight.data[20].fill_(1.0),
-    "in place": lambda model: model.requires_grad_(False).model.layers[0].self_attn.v_proj.weight.mul_(-1),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [
+    lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
+    lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
+    lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
+], ids=["in place", "other .data", "a row of .data"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
-    CHANGES[change](model)
+    change(model)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_model_that_has_diverged_is_not_sampled(temperature):
-    model = lively()
-    model.get_output_embeddings().weight.data[3] = math.nan
-    with pytest.raises(ValueError, match="weights have diverged"):
-        sample(model, [[1, 2], [3]], temperature, 4, STOPS)
-
-
 def test_prompts_that_do_not_go_on_from_the_last_call_are_read_from_their_beginning():
-    model = lively()
+    model, before = lively(), PROMPTS[2::2]
     policy, plain = ModelPolicy(model, STOPS, 0, 7), read_again(model, 0, 7)
-    first = policy(PROMPTS)
+    first = policy(before)
     assert len(set(map(len, first))) > 1  # some end early: all that they said has been read
-    longer = [prompt + action + [9, 9] for prompt, action in zip(PROMPTS, first)]
+    longer = [prompt + action + [9, 9] for prompt, action in zip(before, first)]
     unanswered, others = [prompt[:-2] for prompt in longer], [[17] + prompt for prompt in longer]
-    for prompts in (PROMPTS, longer[::-1], longer + longer, longer[:3] + PROMPTS[3:], unanswered, others):
-        assert policy(PROMPTS) == first
+    for prompts in (before, longer[::-1], longer + longer, longer[:2] + before[2:], unanswered, others):
+        assert policy(before) == first
         assert policy(prompts) == plain(prompts)
 
 
 def test_a_forward_pass_that_failed_leaves_nothing_half_read():
-    def full(*args):
-        raise MemoryError
-
     model, prompts = lively().train(), PROMPTS[2::2]  # all different
     policy = ModelPolicy(model, STOPS, 0, 5)
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
-    hook = model.model.layers[1].register_forward_pre_hook(full)
-    with pytest.raises(MemoryError):
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(OSError):
         policy(longer)
     hook.remove()
     assert model.training
@@ -1571,55 +1230,11 @@ def test_a_forward_pass_that_failed_leaves_nothing_half_read():
     assert policy(longer) == read_again(model.eval(), 0, 5)(longer)
 
 
-def test_what_is_kept_is_bounded_and_the_order_and_the_result_are_the_same():
-    model, rng, kept = lively(), random.Random(0), []
-    prompts = [rng.choices(range(8, 50), k=rng.randint(1, 30)) for _ in range(12)]
-    turns = [rng.randint(1, 3) for _ in prompts]
-    whole, small = ModelPolicy(model, STOPS, 0, 6), ModelPolicy(model, STOPS, 0, 6, cache_tokens=90)
-    assert converse(small, prompts, turns) == converse(whole, prompts, turns)
-    mixed = prompts + [[9] * 200]  # the last is longer than all may be: a part of its own
-    embedding, expected = model.get_input_embeddings(), whole(mixed)
-    embedding.register_forward_hook(lambda module, args, out: kept.append((*small.real.shape,)))
-    assert small(mixed) == expected
-    assert all(rows * slots <= 90 or rows == 1 for rows, slots in kept) and max(kept)[0] > 2
-
-
-def test_long_prompts_are_read_in_pieces(monkeypatch):
-    model = lively()
-    shapes, whole = feeds(model), converse(ModelPolicy(model, STOPS, 0, 5), PROMPTS, TURNS)
-    assert max(rows * tokens for rows, tokens in shapes) > 50
-    shapes.clear()
-    monkeypatch.setattr(ModelPolicy, "READ_AT_ONCE", 12)
-    assert converse(ModelPolicy(model, STOPS, 0, 5), PROMPTS, TURNS) == whole
-    assert max(rows * tokens for rows, tokens in shapes) <= 12
-
-
-@pytest.mark.parametrize("full_layers", [0, 1])
-def test_a_sliding_window_slides_over_conversations_too(full_layers):
-    model = lively(use_sliding_window=True, sliding_window=8, max_window_layers=full_layers)
-    ours = converse(ModelPolicy(model, STOPS, 0, 6), PROMPTS, TURNS)
-    assert ours == converse(read_again(model, 0, 6), PROMPTS, TURNS)
-    assert ours != converse(ModelPolicy(lively(), STOPS, 0, 6), PROMPTS, TURNS)  # it bites
-
-
-FOUR_HEADS = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             initializer_range=0.4)
-ALONE = {  # why rows are sampled one by one -> a small model of the kind
-    "positions count padding": dict(model_type="bart", d_model=32, decoder_layers=2, decoder_ffn_dim=48,
-                                    decoder_attention_heads=4, init_std=0.4),
-    "positions start anew with a cache": dict(model_type="roberta", is_decoder=True, **FOUR_HEADS),
-    "layers that carry a state": dict(model_type="bamba", num_key_value_heads=2, attn_layer_indices=[1],
-                                      mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_chunk_size=8,
-                                      **FOUR_HEADS),
-}
-
-
 @pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("why", ALONE)
-def test_a_model_that_padding_disturbs_is_sampled_row_by_row(why):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(vocab_size=50, max_position_embeddings=128, pad_token_id=1, **ALONE[why])
-    model, prompts = AutoModelForCausalLM.from_config(config).eval(), PROMPTS[1::2]
+@pytest.mark.parametrize("kind, settings", [  # positions start anew with a cache; layers that carry a state
+    ("roberta", dict(is_decoder=True, pad_token_id=1)), ("bamba", dict(attn_layer_indices=[1]))])
+def test_a_model_that_padding_disturbs_is_sampled_row_by_row(kind, settings):
+    model, prompts = tiny(kind, vocab_size=50, initializer_range=0.4, **settings), PROMPTS[1::2]
     ours, plain = ModelPolicy(model, STOPS, 0, 6), read_again(model, 0, 6)
     assert converse(ours, prompts, [2] * 4) == converse(plain, prompts, [2] * 4)
     ours = ModelPolicy(model, STOPS, 1.0, 6, torch.Generator().manual_seed(0))
@@ -1627,55 +1242,28 @@ def test_a_model_that_padding_disturbs_is_sampled_row_by_row(why):
     assert ours(prompts) == [plain([prompt])[0] for prompt in prompts]
 
 
-def test_bf16_weights_are_sampled_near_enough():
-    model, prompts = lively().bfloat16(), PROMPTS
-    policy = ModelPolicy(model, STOPS, 0, 6)
-    for _ in range(2):
-        said = policy(prompts)
-        for prompt, action in zip(prompts, said):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + action])).logits[0, len(prompt) - 1 : -1].float()
-            chosen = logits.gather(1, torch.tensor(action)[:, None])[:, 0]
-            assert (logits.max(1).values - chosen).max() < 0.1  # ties of bf16 may fall otherwise
-        prompts = [prompt + action + [9] for prompt, action in zip(prompts, said)]
-
-
-def test_training_mode_dropout_and_gradient_checkpointing_neither_matter_nor_change():
-    model = tiny_model(50, attention_dropout=0.5)
-    expected = sample(model.eval(), [[1, 2, 3], [4]], 0, 5, {99})
-    assert not model.training
-    model.activation_checkpointing_enable()
-    model.train()
-    shapes = feeds(model)
-    assert sample(model, [[1, 2, 3], [4]], 0, 5, {99}) == expected
-    assert shapes == [(2, 3)] + [(2, 1)] * 4 and model.training  # one token a step
-
-
 def test_an_action_ends_with_a_stop_token_or_at_a_limit():
-    model, prompts = tiny_model(50, max_position_embeddings=32), [[9] * 29, [9] * 31, [9] * 5]
+    model, prompts = tiny_model(50, max_position_embeddings=32).eval(), [[9] * 29, [9] * 31, [9] * 5]
     said = sample(model, prompts, 0, 20, {99})
     assert [len(action) for action in said] == [3, 1, 20]  # the context of 32, the same, max_new_tokens
     third = said[2][2]
     assert sample(model, prompts[2:], 0, 20, {99, third}) == [said[2][: said[2].index(third) + 1]]
+    assert not model.training
 
 
 def test_model_policy_takes_stop_tokens_from_the_chat_template_and_ends_rollouts_at_the_context():
-    tokenizer, generator = byte_level_tokenizer(), torch.Generator()
-    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer, generator = two_stop_tokens(), torch.Generator()
     model = tiny_model(len(tokenizer), max_position_embeddings=60)
-    policy, usual = model_policy(model, tokenizer, 0.7, 5, generator, 77), model_policy(model, tokenizer)
-    assert policy.stop_ids == chat_format(tokenizer).stop_ids and len(policy.stop_ids) == 2
-    assert (policy.temperature, policy.max_new_tokens, policy.cache_tokens) == (0.7, 5, 77)
-    assert policy.generator is generator and policy.model is model and policy.max_tokens == 60
+    given = dict(temperature=0.7, max_new_tokens=5, cache_tokens=77, generator=generator)
+    assert given.items() <= vars(model_policy(model, tokenizer, **given)).items()
+    usual = model_policy(model, tokenizer)
+    assert usual.stop_ids == chat_format(tokenizer).stop_ids and len(usual.stop_ids) == 2
     assert (usual.temperature, usual.max_new_tokens, usual.cache_tokens) == (1.0, 512, 2**17)
     (t,) = rollout([Echo(["x"] * 20)], [None], usual, tokenizer)
     assert t.truncated and len(t.ids) <= 60
 
 
-# ============================================================================================================
-# C. Chat templates
-# ============================================================================================================
+# ===== C. Chat templates =====
 
 
 def template(others, assistant, header, head=""):
@@ -1732,9 +1320,9 @@ def im(role, text="{{ m.content }}"):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 ANY, TEXT, HEADER = "{{ m.role }}", "{{ m.content }}", "<|im_start|>assistant\n"
-CLOSED = "<think>\n</think>\n\n"
-EMPTY, THINK = "<think>\n\n</think>\n\n", ("<think>", "</think>")
+CLOSED, EMPTY, THINK = "<think>\n</think>\n\n", "<think>\n\n</think>\n\n", ("<think>", "</think>")
 ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
              "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}")
 FRAME = template("<|{{ m.role }}|>" + TEXT + "</s>", "<|assistant|>" + TEXT + "</s>", "<|assistant|>")
@@ -1755,16 +1343,16 @@ R1 = template("<|{{ m.role }}|>" + TEXT, "<|assistant|>{{ m.content.split('</thi
               "<|assistant|><think>\n", "{{ bos_token }}")
 
 
-@dataclass
-class Style:
-    """A tokenizer with its template, and what is to be known of it."""
+def style(tokenizer, stops=("<|im_end|>",), tools_as_user=False, header="", thought="", system=(),
+          says=("the mat", "on the other", "sat"), **keywords):
+    """A tokenizer with its template, and what is to be known of it. header: of an assistant that thinks."""
+    return SimpleNamespace(**locals())
 
-    tokenizer: object
-    stops: tuple = ("<|im_end|>",)
-    keywords: dict = field(default_factory=dict)
-    tools_as_user: bool = False
-    header: str = ""  # of the assistant, where a thought follows
-    thought: str = ""
+
+def native(name, stop="<|im_end|>", **more):
+    """A tokenizer as it is, without reward tokens, and a script that is hard on it."""
+    script = "call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."
+    return style(unchanged(name), (stop,), says=script, **more)
 
 
 def swallows(token):
@@ -1772,92 +1360,77 @@ def swallows(token):
 
 
 STYLES = {
-    "ChatML": lambda: Style(byte_level(CHATML, "<|im_end|>")),
-    "ChatML in words": lambda: Style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
-    "Hermes-2-Pro": lambda: Style(byte_level("{{ tools|length }} tools\n" + CHATML, "<|im_end|>"),
-                                  keywords={"tools": []}),
-    "Phi-3": lambda: Style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
+    "small": lambda: native("small"),
+    "Qwen2.5": lambda: native("qwen2_5"),
+    "Qwen2.5, told to be brief": lambda: native("qwen2_5", system=SYSTEM),
+    "Llama-3.1": lambda: native("llama3_1", "<|eot_id|>"),
+    "Llama-3.1, told to be brief": lambda: native("llama3_1", "<|eot_id|>", system=SYSTEM),
+    "ChatML in words": lambda: style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
+    "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
                            ("<|end|>", "<|endoftext|>"), tools_as_user=True),
-    "OLMo-3": lambda: Style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
+    "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
                             tools_as_user=True),
-    "a last turn left open": lambda: Style(byte_level(OLMO.replace("<|endoftext|>", "\n"), "<|im_end|>"),
+    "a last turn left open": lambda: style(byte_level(OLMO.replace("<|endoftext|>", "\n"), "<|im_end|>"),
                                            tools_as_user=True),
-    "Gemma": lambda: Style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    "Gemma": lambda: style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
                            ("<end_of_turn>", "<eos>"), tools_as_user=True),
-    "Mistral": lambda: Style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
-    "Qwen3 that does not think": lambda: Style(byte_level(QWEN3, "<|im_end|>", *THINK), header=HEADER,
-                                               thought=EMPTY, keywords={"enable_thinking": False}),
-    "Qwen3.5": lambda: Style(byte_level(QWEN35, "<|im_end|>", *THINK), header=HEADER, thought=CLOSED),
-    "R1": lambda: Style(byte_level(R1, *FRAME_TOKENS, *THINK), ("</s>",), header="<|assistant|>",
+    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
+    "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), header=HEADER,
+                                               thought=EMPTY, enable_thinking=False),
+    "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), header=HEADER, thought=CLOSED),
+    "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), ("</s>",), header="<|assistant|>",
                         thought=CLOSED),
-    "Unigram": lambda: Style(sentencepiece(FRAME, *FRAME_TOKENS), ("</s>",)),
-    "Unigram without a blank": lambda: Style(sentencepiece(FRAME, *FRAME_TOKENS, prepend="never"), ("</s>",)),
-    "SentencePiece BPE": lambda: Style(sentencepiece(FRAME, *FRAME_TOKENS, bpe=True), ("</s>",)),
+    "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), ("</s>",)),
+    "BPE without a blank": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS, bpe=True, prepend="never"),
+                                         ("</s>",)),
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_template_that_is_taken_gives_the_ids_of_one_native_rendering(style):
-    s = STYLES[style]()
+@pytest.mark.parametrize("name", STYLES)
+def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation(name):
+    s = STYLES[name]()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         chat = chat_format(s.tokenizer, **s.keywords)
     assert [str(w.message)[:34] for w in told] == ["tool results are shown as user mes"] * s.tools_as_user
     assert {*s.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))} == {*s.stops}
 
-    script = ["the mat", "on the other", "sat"]
     answers = [tool("the cat") + tool("sat  on"), user("and the other? "), None]
-    env, left = Echo(request="the cat\n\nsat? "), iter(answers)
+    env, left, token = Echo(), iter(answers), HIGH if HIGH in s.tokenizer.get_vocab() else None
+    env.reset = lambda: [*s.system, *user("the cat\n\nsat? ")]
     env.step = lambda text: env.heard.append(text) or next(left)
-    (t,) = rollout([env], [HIGH], scripted_policy(script, chat), chat)
-    assert env.heard == script and t.reward == 1
+    (t,) = rollout([env], [token], scripted_policy(s.says, chat), chat)
+    assert env.heard == [*s.says] and t.reward == 1  # without end tokens
 
     if s.tools_as_user:
         answers[0] = user("the cat\n\nsat  on")
-    conversation = inject_reward_token(env.reset(), HIGH)
-    for said, answer in zip(script, answers):
+    conversation = inject_reward_token(env.reset(), HIGH) if token else env.reset()
+    for said, answer in zip(s.says, answers):
         conversation += [{"role": "assistant", "content": said}, *(answer or user("this follows"))]
     text = s.tokenizer.apply_chat_template(conversation, tokenize=False, **s.keywords)
     if s.thought:
         text = text.replace(EMPTY, "").replace(s.header, s.header + s.thought)
     whole = s.tokenizer(text, add_special_tokens=False).input_ids
-    assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40
-    assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == 1
+    assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40 and set(map(type, t.ids)) == {int}
+    assert len(t.mask) == len(t.ids)
+    assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == bool(token)
+    if not token:
+        actions = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
+        assert t.action_ids == sum(actions, [])
 
 
-INST = template("[INST] " + TEXT + " [/INST]", TEXT + "</s>", "", "<s>")
-BLANK = template("[INST] " + TEXT + " [/INST]", " " + TEXT + "</s>", "", "<s>")
-ZEPHYR = FRAME.replace("|>", "|>\n")
-OTHERWISE = {
-    "blanks before each piece": lambda: sentencepiece(INST, "</s>"),
-    "blanks before each piece, BPE": lambda: sentencepiece(ZEPHYR, "</s>", bpe=True),
-    "a blank before the first": lambda: sentencepiece(FRAME, *FRAME_TOKENS, prepend="first"),
-    "a blank before the answer": lambda: byte_level(BLANK, "</s>"),
-}
-
-
-@pytest.mark.parametrize("why", OTHERWISE)
-def test_a_template_whose_pieces_are_encoded_otherwise_than_the_whole_is_refused(why):
-    with pytest.raises(ValueError, match="this chat template cannot be used: it (is encoded|has no gen)"):
-        chat_format(OTHERWISE[why]())
-
-
-def test_a_script_closes_the_thought_that_the_header_opens_and_the_env_reads_thoughts_whole():
+def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
-    chat = chat_format(tokenizer)
-    think, close, end = tokenizer.convert_tokens_to_ids([*THINK, "<|im_end|>"])
-    assert chat.prompt(user("go"))[-2:] == [think, *tokenizer("\n").input_ids]
-    assert chat.action("call") == [close, *tokenizer("\n\ncall").input_ids, end]
-    assert chat.text(chat.action("call")) == "call"  # an empty thought is none
-    thinks = [*tokenizer("so\n").input_ids, close, *tokenizer("call").input_ids, end]
-    assert chat.text(thinks) == "<think>so\n</think>call"
+    chat, end = chat_format(tokenizer), tokenizer.eos_token_id
+    assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
+    assert chat.text(chat.action("call")) == "call"
+    assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
 
 
 def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
     tokenizer = byte_level(QWEN3, "<|im_end|>", *THINK)
     quiet, close = chat_format(tokenizer, enable_thinking=False), tokenizer.convert_tokens_to_ids("</think>")
-    again = chat_format(quiet, enable_thinking=True)
-    for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet), 1), (again, 0)):
+    for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet, enable_thinking=True), 0)):
         (t,) = rollout([Echo([])], [HIGH], scripted_policy(["sat"], chat), chat)
         (g,) = collect_groups([0], lambda task: Echo([]), says(5, END), chat, G=1, p=1.0)
         labelled = label_by_reward(replace(t, reward=0.0), Echo().reset(), chat)
@@ -1867,8 +1440,7 @@ def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
 
 
 def test_text_of_users_and_tools_never_becomes_a_control_token():
-    wide = AddedToken("<|wide|>", lstrip=True, rstrip=True, special=True)
-    tokenizer = byte_level(CHATML, "<|im_end|>", wide)
+    tokenizer = byte_level(CHATML, "<|im_end|>", swallows("<|wide|>"))
     tokenizer.add_tokens(["the", "hello", " big ", "<tool_response>"])  # not special
     chat, rng, controls = chat_format(tokenizer), random.Random(0), set(tokenizer.added_tokens_decoder)
     spelt = [t.content for t in tokenizer.added_tokens_decoder.values()]
@@ -1876,14 +1448,13 @@ def test_text_of_users_and_tools_never_becomes_a_control_token():
               "  ", "é", "日本", "\U0001f600", "\0", "{{ x }}", "{% if %}", "</tool_response>", "]", "\\"]
     special = {*tokenizer.convert_tokens_to_ids([HIGH, LOW, "<|im_start|>", "<|im_end|>", "<|wide|>"])}
     frame = [i for i in chat.suffix(tool("x") * 3) if i in controls]
-    for _ in range(1000):
+    for _ in range(250):
         texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(3)]
         ids = chat.suffix([{"role": "tool", "content": text} for text in texts])
         assert [i for i in ids if i in controls] == frame
-        shown = [im("tool", text) for text in texts]
-        assert tokenizer.decode(ids) == "\n" + "".join(shown) + HEADER
+        assert tokenizer.decode(ids) == "\n" + "".join(im("tool", text) for text in texts) + HEADER
         assert not set(chat.action(texts[0])[:-1]) & special  # a script cannot forge these either
-    low, hostile = tokenizer.convert_tokens_to_ids(LOW), "".join(spelt)
+    hostile, low = "".join(spelt), tokenizer.convert_tokens_to_ids(LOW)
     ids, calm = chat.prompt(user(hostile), LOW), chat.prompt(user("x"), LOW)
     assert [i for i in ids if i in controls] == [i for i in calm if i in controls] and ids.count(low) == 1
     assert f"{hostile}\n\n[Reward Goal: {LOW}]" in tokenizer.decode(ids)
@@ -1891,11 +1462,7 @@ def test_text_of_users_and_tools_never_becomes_a_control_token():
     assert tokenizer.convert_tokens_to_ids("hello") in chat.action("hello")  # not special: a model may say it
 
 
-def sentencepiece_bpe(*args):
-    return sentencepiece(*args, bpe=True)
-
-
-@pytest.mark.parametrize("vocabulary", [sentencepiece, sentencepiece_bpe, word_level])
+@pytest.mark.parametrize("vocabulary", [sentencepiece, partial(sentencepiece, bpe=True), word_level])
 @pytest.mark.filterwarnings("ignore:the vocabulary lacks")
 def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_words(vocabulary):
     tokenizer = vocabulary(FRAME, *FRAME_TOKENS)
@@ -1911,14 +1478,12 @@ def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_wor
 
 
 def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_and_never_a_reward_token():
-    tokenizer = byte_level_tokenizer()
-    add_reward_tokens(tokenizer)
-    tokenizer.add_tokens(["<tool_call>s"])
-    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<tool_call>", "<tool_call>s"])
-    chat = chat_format(tokenizer)
-    system = f"Say <tool_call>, not <tool_call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
-    example = f"<tool_call>ls<|im_end|> {LOW}"
-    opening = [{"role": "system", "content": system}, *user("<tool_call>"),
+    tokenizer = byte_level(CHATML, "<|im_end|>", "<tool_call>")
+    tokenizer.add_tokens(["<call>", "<call>s"])  # not special
+    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s"])
+    chat, system = chat_format(tokenizer), f"Say <call>, not <call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
+    example = f"<call>ls<|im_end|> {LOW}"
+    opening = [{"role": "system", "content": system}, *user("<call>"),
                {"role": "assistant", "content": example}, *user(f"go {HIGH}")]
     ids = chat.prompt(opening, LOW)
     assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
@@ -1929,90 +1494,64 @@ def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_an
 def test_changes_of_the_tokenizer_are_seen_at_once():
     tokenizer = byte_level_tokenizer()
     held = chat_format(tokenizer)
-    assert chat_format(held).stop_ids == {held.end_of_turn}
+
+    def of_both(look):
+        return [look(chat) for chat in (chat_format(tokenizer), chat_format(held))]
+
     tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    chat_format(tokenizer)
+    assert of_both(lambda chat: chat.stop_ids) == [{held.end_of_turn}] * 2
     tokenizer.eos_token = "<|endoftext|>"
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.stop_ids == {held.end_of_turn, tokenizer.eos_token_id}
+    assert of_both(lambda chat: chat.stop_ids) == [{held.end_of_turn, tokenizer.eos_token_id}] * 2
     high, _ = add_reward_tokens(tokenizer)
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.prompt(user("sat"), HIGH).count(high) == 1 and high not in chat.suffix(tool(HIGH))
+    assert of_both(lambda chat: chat.prompt(user("sat"), HIGH).count(high)) == [1, 1]
+    assert of_both(lambda chat: chat.suffix(tool(HIGH)).count(high)) == [0, 0]
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
-    for chat in (chat_format(tokenizer), chat_format(held)):
-        assert chat.end_of_turn == tokenizer.eos_token_id
+    assert of_both(lambda chat: chat.end_of_turn) == [tokenizer.eos_token_id] * 2
 
 
-def test_truncation_and_padding_of_the_tokenizer_do_not_matter():
+def test_truncation_padding_and_missing_tokens_of_the_tokenizer_do_not_matter():
     plain, changed = byte_level_tokenizer(), byte_level_tokenizer()
     changed.backend_tokenizer.enable_truncation(3)
     changed.backend_tokenizer.enable_padding(length=64)
+    changed.pad_token = changed.eos_token = None
     said, changed, plain = "the other cat sat on the mat", chat_format(changed), chat_format(plain)
     assert changed.prompt(user(said)) == plain.prompt(user(said))
-    assert changed.action(said) == plain.action(said)
+    assert changed.action(said) == plain.action(said) and changed.stop_ids == plain.stop_ids
 
 
-def test_a_long_run_of_blanks_takes_linear_time_though_a_token_swallows_blanks():
-    tokenizer = byte_level(CHATML, AddedToken("<|im_end|>", lstrip=True, rstrip=True, special=True))
-    chat, text, started = chat_format(tokenizer), "a" + " " * 40_000 + "b", time.process_time()
-    assert text in tokenizer.decode(chat.suffix(tool(text)))
-    assert time.process_time() - started < 3
-
-
-def test_runs_of_blanks_that_are_added_tokens_stay_what_they_are():
-    tokenizer = byte_level_tokenizer()
+def test_runs_of_blanks_stay_what_they_are_and_take_linear_time_though_a_token_swallows_blanks():
+    tokenizer = byte_level(CHATML, swallows("<|im_end|>"))
     tokenizer.add_tokens(["    ", "▁▁"])
-    ids = chat_format(tokenizer).prompt(user("the    cat▁▁sat"))
+    chat, long, started = chat_format(tokenizer), "a" + " " * 40_000 + "b", time.process_time()
+    assert long in tokenizer.decode(chat.suffix(tool(long)))
+    assert time.process_time() - started < 3
+    ids = chat.prompt(user("the    cat▁▁sat"))
     assert {*tokenizer.convert_tokens_to_ids(["    ", "▁▁"])} <= {*ids}
     assert ids.count(tokenizer.eos_token_id) == 1 and "the    cat▁▁sat" in tokenizer.decode(ids)
 
 
-@pytest.mark.filterwarnings("ignore:the vocabulary lacks")
+@pytest.mark.filterwarnings("error")  # none about the words of chat_format's own examples
 def test_words_that_the_vocabulary_lacks_are_named():
-    tokenizer = word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none about the words of chat_format's own examples
-        chat = chat_format(tokenizer)
-        chat.prompt(user("the cat"))
-    goal = "['[', 'Reward', 'Goal', ':']: read as <unk>"
+    chat = chat_format(word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat"))
+    chat.prompt(user("the cat"))
+    goal = r"\['\[', 'Reward', 'Goal', ':'\]: read as <unk>"
     for call, words in ((lambda: chat.prompt(user("the"), HIGH), goal),
-                        (lambda: chat.suffix(tool("the hall")), "['hall']"),
-                        (lambda: chat.action("the door"), "['door']")):
-        with pytest.warns(UserWarning, match=re.escape("the vocabulary lacks " + words)):
+                        (lambda: chat.suffix(tool("the hall")), "'hall'"),
+                        (lambda: chat.action("the door"), "'door'")):
+        with pytest.raises(UserWarning, match="the vocabulary lacks .*" + words):
             call()
 
 
-@pytest.mark.parametrize("role", ["system", "function"])
-def test_a_message_of_a_role_that_the_template_drops_is_refused(role):
-    shown = "{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}"
-    chat = chat_format(byte_level(template(shown, im("assistant"), HEADER), "<|im_end|>"))
-    for call in (chat.suffix, chat.prompt):
-        with pytest.raises(ValueError, match=f"drops messages of role {role}"):
-            call([{"role": role, "content": "x"}, *user("y")])
-    assert chat_format(TOKENIZER).suffix([{"role": role, "content": "x"}])
-
-
-def test_no_pad_token_and_no_eos_token_are_needed():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token = None
-    assert rollout([Echo([])], [None], scripted_policy(["a"], tokenizer), tokenizer)[0].reward == 1
-
-
-# ============================================================================================================
-# Appendix D. The optimizer step.   Appendix E. The two new tokens
-# ============================================================================================================
+# ===== D. The optimizer step.   E. The two new tokens =====
 
 
 @pytest.mark.parametrize("lr, warm_up, by, dtype, refused", [
-    (1e-6, None, "AdamW", torch.bfloat16, True), (1e-6, 0.0, "AdamW", torch.bfloat16, True),
-    (1e-2, None, "AdamW", torch.bfloat16, False), (1e-2, 1e-9, "AdamW", torch.bfloat16, False),
-    (1e-6, None, "SGD", torch.bfloat16, False), (1e-6, None, "AdamW", torch.float32, False),
-    (0.0, None, "AdamW", torch.bfloat16, False),
-])
+    (1e-6, 1, "AdamW", torch.bfloat16, True), (1e-6, 0, "AdamW", torch.bfloat16, True),
+    (1e-2, 1e-9, "AdamW", torch.bfloat16, False), (0.0, 1, "AdamW", torch.bfloat16, False),
+    (1e-6, 1, "SGD", torch.bfloat16, False), (1e-6, 1, "AdamW", torch.float32, False)])
 def test_weights_too_coarse_for_adams_step_are_refused(lr, warm_up, by, dtype, refused):
     optimizer = getattr(torch.optim, by)(policy_model().to(dtype).parameters(), lr)
-    if warm_up is not None:
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
     with pytest.raises(ValueError, match=f"at lr {lr}.*fp32 master weights") if refused else nullcontext():
         rcgrpo.check_precision(optimizer)
 
@@ -2025,18 +1564,16 @@ def test_the_reward_tokens_are_new_and_special_and_survive_save_and_reload(tmp_p
     assert special <= set(tokenizer.all_special_tokens)
     tokenizer.save_pretrained(tmp_path)
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert tuple(one.convert_tokens_to_ids([HIGH, LOW])) == ids
         assert all(one.added_tokens_decoder[token].special for token in ids)
-        for text in (f"{HIGH}\nHello", f"a {LOW} b", f"\n{HIGH}{LOW}\n\n"):
-            assert one.decode(one(text, add_special_tokens=False).input_ids) == text
+        encoded = one(text := f"\n{HIGH}\nHello {LOW}\n\n", add_special_tokens=False).input_ids
+        assert [i for i in encoded if i >= size] == [*ids] and one.decode(encoded) == text
 
 
 def matrices(model):
     return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("spare", [0, 2, 70])
+@pytest.mark.parametrize("tied, spare", [(True, 0), (False, 0), (False, 2), (True, 70)])
 def test_no_other_row_changes_the_matrix_grows_if_it_must_and_trained_rows_stay(tied, spare, tmp_path):
     tokenizer = byte_level_tokenizer()
     size = len(tokenizer)
@@ -2062,20 +1599,19 @@ def test_no_other_row_changes_the_matrix_grows_if_it_must_and_trained_rows_stay(
     assert not torch.equal(drawn, matrices(fresh)[1][ids])
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["ids 0 and 1", "the last ids"])
 @pytest.mark.parametrize("common", [0.0, 30.0])  # 30: rows point nearly the same way, as in real output heads
-def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_process(common, first):
+def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_process(common):
     seen = []
     for process in range(2):
         words = Tokenizer(models.WordLevel({HIGH: 0, LOW: 1, "a": 2, "b": 3}, unk_token="a"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words) if first else byte_level_tokenizer()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words) if common else byte_level_tokenizer()
         model, size = tiny_model(len(tokenizer)), len(tokenizer)
         for weight in matrices(model):
             weight.data += common
             weight.data[8:size] = 0  # spare rows say nothing about the usual length
         torch.manual_seed(process)
         ids = list(add_reward_tokens(tokenizer, model))
-        assert ids == ([0, 1] if first else [size, size + 1])
+        assert ids == ([0, 1] if common else [size, size + 1])
         for weight in matrices(model):
             rows, usual = weight[ids], weight[2:8].norm(dim=1).mean()
             assert torch.cosine_similarity(rows[0], rows[1], dim=0) < 0.1
@@ -2084,20 +1620,19 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
     assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])  # padding rows included
 
 
-# ===== What is refused, and in which words =====
+# ===== What is refused, before it costs anything, and in which words =====
 
 
 def stage_1(batch=None, **settings):
-    model = policy_model()
-    rctp_step(model, SGD().of(model), rl_batch() if batch is None else batch, **settings)
+    rctp_step(model := policy_model(), sgd(model), rl_batch() if batch is None else batch, **settings)
 
 
 def stage_2(sampled_at=1.0, **settings):
     """Refused before anything is rolled out."""
-    model = policy_model()
-    given = {"ref_model": model, "optimizer": SGD().of(model), **settings}
-    rcgrpo_step(model, tasks=["a"], make_env=lambda task: pytest.fail("rolled out"), tokenizer=None,
-                policy=SimpleNamespace(temperature=sampled_at), **given)
+    policy = partial(pytest.fail, "refused too late")
+    policy.temperature = sampled_at
+    rcgrpo_step(None, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
+                **{"ref_model": None, "optimizer": None, **settings})
 
 
 def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
@@ -2105,63 +1640,111 @@ def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
     action_logprobs(model or tiny_model(50), [Trajectory(ids, list(mask) * (n // 2))], temperature)
 
 
-def coarse():
-    return torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
+def drawn_from(prompts, T=1, diverged=False, **settings):
+    model = tiny_model(9, **settings)
+    model.get_output_embeddings().weight.data[3] *= math.nan if diverged else 1
+    sample(model, prompts, T, 5, {0})
 
 
-SILENT, ZERO = Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
+def drops(method, role):
+    shown = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
+    messages = [{"role": role, "content": "x"}, *user("y")]
+    assert getattr(chat_format(TOKENIZER), method)(messages)  # another template takes them
+    getattr(chat_format(byte_level(shown, "<|im_end|>")), method)(messages)
+
+
+def take(chat_template):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = chat_template
+    return chat_format(tokenizer)
+
+
+SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
+NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
+INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
+COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
+TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
+RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
+NO_LIST = "one non-empty list of ids per prompt: 1 prompts"
+IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
 REFUSED = [
-    (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message .* env.reset"),
-    (lambda: rcgrpo.label_by_reward(SILENT, [], None), "without an action .* drop it"),
+    (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
+    (lambda: label_by_reward(SILENT, [], None), "without an action has nothing to label: drop it"),
     (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
-    (lambda: stage_1([]), r"without an action token .* rows \[\] of 0"),
-    (lambda: stage_1([*rl_batch(), SILENT]), r"without an action token .* rows \[8\] of 9; drop"),
+    (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
+    (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
     (lambda: stage_1(tokens_per_pass=0), "tokens_per_pass must be 1 or more"),
-    (lambda: stage_1(max_grad_norm=0), "max_grad_norm must be positive"),
-    (lambda: stage_1(max_grad_norm=math.nan), "max_grad_norm must be positive"),
-    (lambda: rctp_step(None, coarse(), rl_batch()), "fp32 master weights"),
+    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive") for n in (0, math.nan)),
+    (lambda: rctp_step(None, COARSE, rl_batch()), TOO_COARSE),
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
-    (lambda: sample_reward_tokens(4, -0.1), "0 <= p <= 1, got G = 4, p = -0.1"),
-    (lambda: sample_reward_tokens(4, 1.1), "0 <= p <= 1, got G = 4, p = 1.1"),
-    (lambda: sample_reward_tokens(4, math.nan), "0 <= p <= 1, got G = 4, p = nan"),
-    (lambda: group_advantages([1, math.nan], [0, 0]), "finite and in"),
-    (lambda: group_advantages([1, -0.1], [0, 0]), "finite and in"),
-    (lambda: group_advantages([1.1, 0], [0, 0]), "finite and in"),
+    *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
+    (lambda: played(), "at least one: 0 envs"),
+    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 reward tokens"),
+    (lambda: played(Echo(), groups=[1, 2]), "2 groups"),
+    (lambda: played(SAME, SAME), "make a fresh env for each"),
+    *((lambda n=n: played(Echo(), max_turns=n), "whole numbers from 1 on") for n in (0, 1.5)),
+    (lambda: played(env_with(reset=lambda: "hello")), RESET),
+    (lambda: played(Echo(request=None)), RESET),
+    (lambda: played(env_with(step=lambda text: [])), STEP),
+    (lambda: played(env_with(step=lambda text: [{"content": "x"}])), STEP),
+    (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
+    (lambda: played(Echo(), policy=lambda prompts: []), NO_LIST),
+    (lambda: played(Echo(), policy=says()), NO_LIST),
+    (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
+    (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
+    (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
+    *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
-    (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), '"trajectory", got .turn'),
-    (lambda: stage_2(ref_model=None), "beta > 0 needs the frozen stage-1 model"),
-    (lambda: stage_2(ref_model=None, beta=0.3), "beta > 0 needs the frozen stage-1 model"),
-    (lambda: stage_2(temperature=1.0, sampled_at=0.7), "drawn at temperature 0.7 cannot be scored at 1.0"),
-    (lambda: stage_2(sampled_at=0.0), "temperature is above 0"),
-    (lambda: stage_2(optimizer=coarse()), "fp32 master weights"),
-    (lambda: rcgrpo_update(None, None, None, []), "beta > 0 needs the frozen stage-1 model"),
-    (lambda: rcgrpo_update(None, None, coarse(), [], beta=0), "fp32 master weights"),
+    (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
+    (lambda: stage_2(), NO_REF),
+    (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
+    (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
+    (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),
+    (lambda: rcgrpo_update(None, None, None, []), NO_REF),
+    (lambda: rcgrpo_update(None, None, COARSE, [], beta=0), TOO_COARSE),
     (lambda: rcgrpo.group_attention(None, ZERO, ZERO, ZERO, ZERO, [[1]], softcap=50.0), "softcap of its own"),
-    (lambda: score(temperature=0), "temperature > 0"),
-    (lambda: score(temperature=math.nan), "temperature > 0"),
+    *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
-    (lambda: score(last=50), "token id 50, and the model has 50 embeddings.* add_reward_tokens"),
+    (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
     (lambda: score(514), "a row of 514 tokens, and the model reads 512"),
-    (lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)), "the model reads 16 .*rope changes"),
-    (lambda: score(18, model=tiny("phi3", **SHORT_ROPE)), "the model reads 16 .*rope changes"),
+    (lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)), "the model reads 16 (its"),
+    (lambda: score(18, model=tiny("phi3", **SHORT_ROPE)), "the model reads 16 (its"),
     (lambda: score(model=tiny("roberta", is_decoder=False)), "no causal language model: its logits"),
+    *((lambda given=given: ModelPolicy(tiny_model(9), {0}, *given), "need 0 <= temperature < inf, max_")
+      for given in ((-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0))),
+    (lambda: drawn_from([[1], []]), "must have from 1 to 511 tokens, got [1, 0]"),
+    (lambda: drawn_from([[1] * 8], max_position_embeddings=8), "from 1 to 7 tokens, got [8]"),
+    (lambda: drawn_from([[1, 9]]), "call add_reward_tokens(tokenizer, model)"),
+    *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
+    (lambda: take(None), "no chat template"),
+    (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
+    (lambda: take(CHATML.partition("{% if add")[0]), "no generation prompt"),
+    (lambda: take(NO_END), "must close an assistant turn with an added token, not with '\\nuser\\nv\\n'"),
+    (lambda: take("{{ tools|length }}" + CHATML), "cannot be used: it fails on messages of user: TypeError"),
+    (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
+    (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
+    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
+    (lambda: drops("suffix", "function"), "drops messages of role function"),
+    (lambda: drops("prompt", "system"), "drops messages of role system"),
+    (lambda: chat_format(sentencepiece(INST, "</s>")), IN_PARTS),
+    (lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)), IN_PARTS),
+    (lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first")), IN_PARTS),
+    (lambda: chat_format(byte_level(BLANK, "</s>")), "no generation prompt"),
 ]
 
 
 @pytest.mark.parametrize("call, words", REFUSED, ids=[words for _, words in REFUSED])
 def test_what_would_go_wrong_is_refused_in_one_line(call, words):
-    with pytest.raises(ValueError, match=words) as refusal:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as refusal:
         call()
     assert "\n" not in str(refusal.value)
 
 
-# ============================================================================================================
-# The fast way is fast: `python test_rcgrpo.py` prints it
-# ============================================================================================================
+# ===== The fast way is fast: `python test_rcgrpo.py` prints it =====
 
 
-def small_qwen(vocabulary, layers):
+def small_qwen(vocabulary=2048, layers=6):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(Qwen2Config(
         vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers,
@@ -2179,16 +1762,9 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
     ids = torch.tensor([t.ids for t in group])
     action_logprobs(model, group[:1])  # the trial
 
-    def packed():
-        action_logprobs(model, group).sum().backward()
-
-    def rows():
-        for t in group:
-            action_logprobs(model, [t]).sum().backward()
-
     def batch():
         logits = model(ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
-        logits.log_softmax(-1).gather(-1, ids[:, -length:, None]).sum().backward()
+        return logits.log_softmax(-1).gather(-1, ids[:, -length:, None])
 
     def trl():
         from trl import GRPOTrainer
@@ -2199,9 +1775,12 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
             model.log_probs = True
         trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
         score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
-        score(trainer, model, ids, torch.ones_like(ids), length)[0].sum().backward()
+        return score(trainer, model, ids, torch.ones_like(ids), length)[0]
 
-    return {"packed": packed, "rows": rows, "batch": batch, "trl": trl}[way]
+    ways = {"packed": lambda: action_logprobs(model, group), "batch": batch, "trl": trl}
+    if way == "rows":
+        return lambda: [action_logprobs(model, [t]).sum().backward() for t in group]
+    return lambda: ways[way]().sum().backward()
 
 
 def seconds(run):
@@ -2210,9 +1789,12 @@ def seconds(run):
     return time.perf_counter() - started
 
 
-def best_seconds(runs, repeats):
-    """The best time of each, measured in turn."""
-    return np.min([[seconds(run) for run in runs] for _ in range(repeats)], axis=0)
+def best_seconds(runs, repeats=2, enough=lambda best: False):
+    """The best time of each, measured in turn, until it is enough."""
+    best = [math.inf] * len(runs)
+    while repeats and not enough(best):
+        best, repeats = [min(t, seconds(run)) for t, run in zip(best, runs)], repeats - 1
+    return best
 
 
 def peak_memory(way, shape):
@@ -2228,27 +1810,30 @@ def peak_memory(way, shape):
 
 
 def test_a_packed_group_is_faster_than_its_rows():
-    packed, rows = best_seconds([scoring(way, 512, 8, 32, layers=2) for way in ("packed", "rows")], repeats=3)
-    assert rows / packed > 2.5  # usually about 4.5; the tokens alone give 5.7
+    def faster(best):
+        return best[1] / best[0] > 2.5  # usually about 4; the tokens alone give 5.7
+
+    runs = [scoring(way, 256, 8, 16, layers=2) for way in ("packed", "rows")]
+    assert faster(best_seconds(runs, 6, faster))
 
 
 def rollout_seconds(keeps, prompt=3800, G=5, turns=4, action=24, answer=150):
     """Seconds, tokens fed and trajectories of a group like BFCL's: what is known is kept, or read again."""
-    model, first = small_qwen(2048, 6), random_ids(prompt)
+    model, first = small_qwen(), random_ids(prompt)
     prompts = [[*first, 7 + row % 2, 9] for row in range(G)]  # two reward tokens
     answers = [random_ids(answer) for _ in range(turns)]
-    fed, generator = count_fed(model), torch.Generator().manual_seed(0)
-    policy, started = rcgrpo.ModelPolicy(model, set(), 1.0, action, generator), time.perf_counter()
+    fed, generator = feeds(model), torch.Generator().manual_seed(0)
+    policy, started = ModelPolicy(model, set(), 1.0, action, generator), time.perf_counter()
     for observation in answers:
         said = policy(prompts) if keeps else sample(model, prompts, 1.0, action, set(), generator)
         prompts = [ids + new + observation for ids, new in zip(prompts, said)]
-    return time.perf_counter() - started, sum(fed), prompts
+    return time.perf_counter() - started, sum(rows * tokens for rows, tokens in fed), prompts
 
 
 def print_scoring(shapes, ways, vocabulary=2048):
     print(f"\nvocabulary {vocabulary:,}\nprefix   G  tokens", *(f"{way:>9}" for way in ways), " last/first")
     for shape in shapes:
-        times = best_seconds([scoring(way, *shape, vocabulary) for way in ways], repeats=2)
+        times = best_seconds([scoring(way, *shape, vocabulary) for way in ways])
         columns = [f"{t:7.2f} s" for t in times] + [f"{times[-1] / times[0]:8.1f}x"]
         print("{:6} {:3} {:7}".format(*shape), *columns, flush=True)
 
