@@ -965,6 +965,7 @@ def test_any_architecture_is_scored_and_sampled_as_its_plain_forward_pass(kind, 
         said = policy(prompts)
         assert_same(with_gradients(model, action_logprobs(model, ROWS)), expected)
         longer = [prompt + action + [50] for prompt, action in zip(prompts[1:], said[1:])]
+        model.train()
         said += policy(longer)
     model.eval()
     for prompt, action in zip([*prompts, *longer], said):
@@ -1162,7 +1163,7 @@ def test_sampling_draws_from_exactly_softmax_of_the_logits():
     model = tiny_model(8, initializer_range=0.6)
     model.generation_config = GenerationConfig(temperature=0.7, top_p=0.3, top_k=2, repetition_penalty=1.9,
                                                do_sample=True)
-    prompt, T, n = [3, 1, 4], 1.3, 8000
+    prompt, T, n = [3, 1, 4], 1.3, 4000
     draws = sample(model, [prompt] * n, T, 2, stop_ids={0}, generator=torch.Generator().manual_seed(0))
     for said, before in ((draws, []), ([d[1:] for d in draws if d[0] == 5], [5])):
         with torch.no_grad():
@@ -1399,8 +1400,8 @@ STYLES = {
                            ("<|end|>", "<|endoftext|>"), tools_as_user=True),
     "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
                             tools_as_user=True),
-    "a last turn left open": lambda: style(byte_level(OLMO.replace("<|endoftext|>", "\n"), "<|im_end|>"),
-                                           tools_as_user=True),
+    "OLMo with a word at the end": lambda: style(
+        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), tools_as_user=True),
     "Gemma": lambda: style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
                            ("<end_of_turn>", "<eos>"), tools_as_user=True),
     "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
@@ -1845,7 +1846,7 @@ def test_a_packed_group_is_faster_than_its_rows():
     def faster(best):
         return best[1] / best[0] > 2.5  # usually about 4; the tokens alone give 5.7
 
-    runs = [scoring(way, 256, 8, 16, layers=2) for way in ("packed", "rows")]
+    runs = [scoring(way, 256, 8, 16, layers=1) for way in ("packed", "rows")]
     assert faster(best_seconds(runs, 6, faster))
 
 
