@@ -440,7 +440,7 @@ def test_a_rollout_reports_reward_group_reward_token_and_progress():
                           progress=still_open.append)
     assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
         (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
-    assert still_open == [3, 2, 1, 1, 0]
+    assert still_open == [3, 2, 1, 1, 0] and played(Echo())[0].group is None
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
@@ -784,11 +784,11 @@ TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # it
 ONE, DEALT, EMPTY_SHARE = [slice(None)], [slice(0, None, 2), slice(1, None, 2)], [slice(None), slice(0, 0)]
 
 
-@pytest.mark.parametrize("shares, claims, drawing, settings", [
+@pytest.mark.parametrize("shares, claims, drawing, settings", [  # claims: the policy's temperature
     (ONE, 1.0, {}, {}),
     (ONE, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
     (ONE, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
-    (ONE, 1.0, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+    (ONE, None, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
     (EMPTY_SHARE, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
 ], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "an empty share"])
 def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_one(
@@ -817,7 +817,7 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
         groups = collect_groups(range(2 - process), lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
         assert [(t.group, t.reward_token) for t in rollouts] == [(t.group, t.reward_token) for t in groups]
         everyone += [replace(t, group=10 * process + t.group) for t in rollouts]
-    expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims, **settings})
+    expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims or 1.0, **settings})
     assert metrics["clip_fraction"] > 0 or not settings
     metrics.update(group_metrics(everyone, draw["p"]))
     for (ours, _), model in zip(results, models):
