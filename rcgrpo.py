@@ -510,9 +510,7 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
         logp, h = plain_logprobs(model, trajectories, read)
     mask = action_mask(trajectories, logp.device)  # (N, T)
     zeros = torch.zeros(mask.shape, device=logp.device)
-    rows = zeros.masked_scatter(mask, logp)
-    if not mask.any():  # no action at all: 0, but the backward pass of a sharded model runs on every process
-        rows = rows + 0.0 * logp.sum()
+    rows = zeros.masked_scatter(mask, logp)  # without an action, too, a backward pass reaches every weight
     return (rows, zeros.masked_scatter(mask, h)) if entropy else rows
 
 
