@@ -1,4 +1,4 @@
-"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in two minutes.
+"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in 90 seconds.
 
     python toy_env.py                        one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
     python toy_env.py --seeds 20 --jobs 2    twenty seeds; with --resume, go on where that was stopped
@@ -14,7 +14,8 @@ In the demonstrations every item to be carried is small; in the tasks of reinfor
 test one is large in half of the cases. So the fine-tuned agent is confidently right on one half and as
 confidently wrong on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP
 also sees failures, one kind of which takes the cart for everything: wrong there, right for what is large.
-Everything is trained by rcgrpo.py.
+Everything is trained by rcgrpo.py. Sections 1-3 are the house, the agent, the experiment, 4 is the report;
+5 and 6, processes and command line, may be skipped.
 """
 
 import argparse
@@ -75,7 +76,7 @@ ARMS = {  # arm: the reward token that it is evaluated under
 NAME = {HIGH: "high", LOW: "low", None: "none"}
 MAX_TURNS, EVALUATE_EVERY = 8, 10
 
-# ===== The house: tasks, the env, the expert and the blunderer ==============================================
+# ===== 1. The house: tasks, the env, the expert and the blunderer ===========================================
 
 ROOMS = "kitchen attic cellar garden hall study".split()
 ITEMS = "cup book lamp clock vase radio chair pan bag globe".split()
@@ -213,7 +214,7 @@ def demonstrate(tasks, tokenizer, rng, failures, make_env=House):
     return trajectories
 
 
-# ===== The agent: a tiny transformer over words, or a pretrained model with its own tokenizer ===============
+# ===== 2. The agent: a tiny transformer over words, or a pretrained model with its own tokenizer ============
 
 CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 TEMPLATE = (
@@ -262,7 +263,7 @@ def load(args, seed, weights=None):
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, partial(House, manual=MANUAL)
 
 
-# ===== The experiment: two fine-tuned models, four arms of reinforcement learning, nothing tuned per arm ====
+# ===== 3. The experiment: two fine-tuned models, four arms of reinforcement learning, nothing tuned per arm =
 
 
 def draw_tasks(args, seed):
@@ -329,77 +330,7 @@ def reinforce(args, seed, arm, log):
     return model, tokenizer
 
 
-# ----- A run is made of parts: stage 1 and the arms of every seed. They meet in --out and nowhere else.
-
-
-def part(args, seed, name, suffix=""):
-    """Where the model of a part is kept, or (".jsonl") its metrics, once it is finished."""
-    return args.out / f"seed-{seed}" / f"{name}{suffix}"
-
-
-def run_parts(args, parts, slot=0, lock=None):
-    """Run parts one after another, except finished ones. lock: of the other processes, if there are any."""
-    if lock:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the process that started this one
-        tqdm.set_lock(lock)
-    for seed, name in parts:
-        finished, begun = part(args, seed, name, ".jsonl"), part(args, seed, name, ".jsonl.part")
-        if not finished.exists():
-            begun.parent.mkdir(exist_ok=True)
-            steps, run = (args.steps, reinforce) if name in ARMS else (args.stage1_steps, fine_tune)
-            with (open(begun, "w", buffering=1) as file,
-                  tqdm(total=steps, desc=f"seed {seed} {name:12}", position=slot, leave=False) as bar):
-                model, tokenizer = run(args, seed, name, partial(log_line, file, bar, {}, seed, name))
-            model.save_pretrained(part(args, seed, name))
-            if args.model:  # the other is make_tokenizer()
-                tokenizer.save_pretrained(part(args, seed, name))
-            begun.replace(finished)
-        if name in ARMS:
-            curve = [line["success"] for line in read(args, seed, name) if "success" in line]
-            tqdm.write(f"seed {seed}  {name:12}  held-out success, reward token {NAME[ARMS[name]]}: "
-                       f"{curve[0]:.3f} -> {curve[-1]:.3f}")
-
-
-def log_line(file, bar, shown, seed, name, **metrics):
-    """A line of metrics into the file, its most telling numbers beside the progress bar."""
-    file.write(json.dumps({"seed": seed, "arm": name, **metrics}) + "\n")
-    telling = ["reward", "sigma", "success"] if name in ARMS else ["loss"]
-    shown |= {key: f"{metrics[key]:.3f}" for key in telling if key in metrics}
-    bar.set_postfix(shown, refresh=False)
-    bar.update(metrics["step"] < bar.total)
-
-
-def run_in_processes(args, parts):
-    """Deal parts to --jobs processes. When one fails, and at ctrl-C, all end."""
-    if args.jobs == 1:
-        return run_parts(args, parts)
-    spawn = multiprocessing.get_context("spawn")
-    lock, running = spawn.RLock(), []
-    try:
-        for slot in range(args.jobs):
-            mine = parts[slot :: args.jobs]
-            running.append(spawn.Process(target=run_parts, args=(args, mine, slot, lock), daemon=True))
-            running[-1].start()
-        while running:
-            multiprocessing.connection.wait([process.sentinel for process in running])
-            if any(process.exitcode for process in running):
-                sys.exit("a process failed, see above; the same command with --resume goes on")
-            running = [process for process in running if process.exitcode is None]
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-            process.join()
-
-
-def read(args, seed, name):
-    path = part(args, seed, name, ".jsonl")
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
-        sys.exit(f"{path} is damaged ({error}): delete it, and this command with --resume makes it again")
-
-
-# ===== The report ===========================================================================================
+# ===== 4. The report ========================================================================================
 
 
 def show_group(args, seed, arm):
@@ -583,7 +514,78 @@ def plot(runs, path):
     figure.savefig(path, dpi=120)
 
 
-# ===== The command line =====================================================================================
+# ===== 5. Processes =========================================================================================
+# A run is made of parts: stage 1 and the arms of every seed. They meet in --out and nowhere else.
+
+
+def part(args, seed, name, suffix=""):
+    """Where the model of a part is kept, or (".jsonl") its metrics, once it is finished."""
+    return args.out / f"seed-{seed}" / f"{name}{suffix}"
+
+
+def run_parts(args, parts, slot=0, lock=None):
+    """Run parts one after another, except finished ones. lock: of the other processes, if there are any."""
+    if lock:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the process that started this one
+        tqdm.set_lock(lock)
+    for seed, name in parts:
+        finished, begun = part(args, seed, name, ".jsonl"), part(args, seed, name, ".jsonl.part")
+        if not finished.exists():
+            begun.parent.mkdir(exist_ok=True)
+            steps, run = (args.steps, reinforce) if name in ARMS else (args.stage1_steps, fine_tune)
+            with (open(begun, "w", buffering=1) as file,
+                  tqdm(total=steps, desc=f"seed {seed} {name:12}", position=slot, leave=False) as bar):
+                model, tokenizer = run(args, seed, name, partial(log_line, file, bar, {}, seed, name))
+            model.save_pretrained(part(args, seed, name))
+            if args.model:  # the other is make_tokenizer()
+                tokenizer.save_pretrained(part(args, seed, name))
+            begun.replace(finished)
+        if name in ARMS:
+            curve = [line["success"] for line in read(args, seed, name) if "success" in line]
+            tqdm.write(f"seed {seed}  {name:12}  held-out success, reward token {NAME[ARMS[name]]}: "
+                       f"{curve[0]:.3f} -> {curve[-1]:.3f}")
+
+
+def log_line(file, bar, shown, seed, name, **metrics):
+    """A line of metrics into the file, its most telling numbers beside the progress bar."""
+    file.write(json.dumps({"seed": seed, "arm": name, **metrics}) + "\n")
+    telling = ["reward", "sigma", "success"] if name in ARMS else ["loss"]
+    shown |= {key: f"{metrics[key]:.3f}" for key in telling if key in metrics}
+    bar.set_postfix(shown, refresh=False)
+    bar.update(metrics["step"] < bar.total)
+
+
+def run_in_processes(args, parts):
+    """Deal parts to --jobs processes. When one fails, and at ctrl-C, all end."""
+    if args.jobs == 1:
+        return run_parts(args, parts)
+    spawn = multiprocessing.get_context("spawn")
+    lock, running = spawn.RLock(), []
+    try:
+        for slot in range(args.jobs):
+            mine = parts[slot :: args.jobs]
+            running.append(spawn.Process(target=run_parts, args=(args, mine, slot, lock), daemon=True))
+            running[-1].start()
+        while running:
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            if any(process.exitcode for process in running):
+                sys.exit("a process failed, see above; the same command with --resume goes on")
+            running = [process for process in running if process.exitcode is None]
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
+            process.join()
+
+
+def read(args, seed, name):
+    path = part(args, seed, name, ".jsonl")
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        sys.exit(f"{path} is damaged ({error}): delete it, and this command with --resume makes it again")
+
+
+# ===== 6. The command line ==================================================================================
 
 
 def within(kind, low, high):
