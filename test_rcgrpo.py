@@ -2272,6 +2272,14 @@ def benchmark():
 # ===== toy_env.py =====
 
 
+def noting(note, function):
+    """The function, whose arguments are noted first."""
+    def noted(*args, **kwargs):
+        note(*args, **kwargs)
+        return function(*args, **kwargs)
+    return noted
+
+
 def brought_large(task):
     return {step[1] for step in task["steps"] if step[0] == "bring"} & set(task["large"])
 
@@ -2324,7 +2332,7 @@ def record_toy(out, *flags):
     The two steps, the groups shown and greedy rollouts are stand-ins. A step adds 1 to a weight of the model,
     so that it can be seen which model was used when; the more it was trained, the more tasks it solves.
     """
-    seen, part, real = {}, ["shown"], copy.copy(vars(toy_env))
+    seen, part = {}, ["shown"]
 
     def note(**values):
         for what, value in values.items():
@@ -2365,24 +2373,15 @@ def record_toy(out, *flags):
         note(shown=(tasks, (policy.temperature, policy.max_new_tokens, weight(policy.model)), seeds, given))
         return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
 
-    def demonstrate(tasks, *rest, **more):
-        note(demonstrations=tasks)
-        return real["demonstrate"](tasks, *rest, **more)
+    def begin(args, seed, name, log):
+        part.append((seed, name))
 
-    def load(args, seed, weights=None):
-        if weights is None:
-            note(base_model=seed)
-        return real["load"](args, seed, weights)
-
-    def watched(run):
-        def watched_run(args, seed, name, log):
-            part.append((seed, name))
-            return run(args, seed, name, log)
-        return watched_run
-
-    stand_ins = dict(rctp_step=rctp_step, rcgrpo_step=rcgrpo_step, rollout=greedy, collect_groups=groups,
-                     load=load, demonstrate=demonstrate, fine_tune=watched(toy_env.fine_tune),
-                     reinforce=watched(toy_env.reinforce), plot=lambda runs, path: None)
+    stand_ins = {
+        "rctp_step": rctp_step, "rcgrpo_step": rcgrpo_step, "rollout": greedy, "collect_groups": groups,
+        "load": noting(lambda args, seed, weights=None: weights or note(base_model=seed), toy_env.load),
+        "demonstrate": noting(lambda tasks, *_, **__: note(demonstrations=tasks), toy_env.demonstrate),
+        "fine_tune": noting(begin, toy_env.fine_tune), "reinforce": noting(begin, toy_env.reinforce),
+        "plot": lambda runs, path: None}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(toy_env, name, stand_in)
@@ -2437,8 +2436,8 @@ def test_toy_every_arm_is_given_its_own_models_reward_tokens_and_temperatures(to
 def test_toy_held_out_tasks_are_held_out(monkeypatch):
     """No random number of a seed is drawn twice, so none of its tasks is."""
     args, drawn = toy_env.parse_arguments([])[0], []
-    monkeypatch.setattr(toy_env, "rcgrpo_step", lambda model, ref, optimizer, tasks, *rest, **more: (
-        drawn.extend(map(str, tasks)), ({}, []))[1])
+    monkeypatch.setattr(toy_env, "rcgrpo_step", noting(
+        lambda *given, **_: drawn.extend(map(str, given[3])), lambda *_, **__: ({}, [])))
     monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
     monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
     monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
@@ -2527,9 +2526,9 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     assert len(table.strip().split("\n\n")[-2].split("\n")) == 3
 
     # what is finished is kept with --resume, and only then; other settings and damaged files are refused
-    ran, reinforce = [], toy_env.reinforce
-    monkeypatch.setattr(toy_env, "reinforce", lambda args, seed, name, log: (
-        ran.append((seed, name)), reinforce(args, seed, name, log))[1])
+    ran = []
+    monkeypatch.setattr(toy_env, "reinforce", noting(
+        lambda args, seed, name, log: ran.append((seed, name)), toy_env.reinforce))
     lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
     lost.unlink()
     toy_env.main([*TINY_RUN, *two, "--resume"])
@@ -2573,8 +2572,8 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
     tokenizer, batches = byte_level_tokenizer(), []
     tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(toy_env, "rctp_step", lambda model, optimizer, batch, *more: (
-        batches.append(batch), rctp_step(model, optimizer, batch, *more))[1])
+    monkeypatch.setattr(toy_env, "rctp_step", noting(
+        lambda model, optimizer, batch, *_: batches.append(batch), rctp_step))
     flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
              "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     toy_env.main(flags)
@@ -2656,7 +2655,7 @@ def test_toy_collapse_and_its_cure(tmp_path):
     assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
-# ===== train_bfcl.py 6. Tasks and splits =====
+# ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
 
 TASKS = bfcl.load_tasks()
 TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
@@ -2691,761 +2690,6 @@ def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
 
 def names(env) -> list:
     return [tool["function"]["name"] for tool in env.tools]
-
-
-@pytest.fixture
-def worker(monkeypatch):
-    """A helper of the test's own, with limits to set before its first call; a short time by default."""
-    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
-    monkeypatch.setattr(bfcl, "WORKER", own)
-    yield own
-    own.close()
-
-
-def test_bfcl_tasks_come_in_order_and_untouched():
-    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
-    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
-    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
-
-
-def number(task):
-    return task["id"].split("_")[-1]
-
-
-def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
-    train, test = bfcl.split_tasks(TASKS, "paper")
-    shuffled = list(TASKS)
-    random.seed(42)
-    random.shuffle(shuffled)
-    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
-    assert bfcl.leaked(train, test) == 77
-
-
-def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
-    def gold(task):
-        return str([call for turn in task["ground_truth"] for call in turn])
-
-    train, test = bfcl.split_tasks(TASKS, "grouped")
-    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
-    for shared in (number, gold):
-        assert not set(map(shared, train)) & set(map(shared, test))
-    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
-    pair = [t for t in TASKS if number(t) in ("107", "136")]  # the same gold under two numbers
-    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
-
-
-def with_package(version):
-    """Load the tasks with this version of bfcl-eval; None: without any."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", version or fails)
-        patch.setattr(importlib.metadata, "PackageNotFoundError", LookupError)
-        bfcl.load_tasks()
-
-
-@pytest.mark.parametrize("call, words", [
-    (lambda: with_package(None), "no version is installed.*pip install --no-deps bfcl-eval==2026.3.23"),
-    (lambda: with_package(lambda name: "2025.1.1"), "2025.1.1 is installed.*pip install --no-deps bfcl-eval"),
-    (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
-    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
-    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
-    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset[(][)] first"),
-    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset[(][)] first"),
-])
-def test_bfcl_refusals(call, words):
-    with pytest.raises((ValueError, RuntimeError), match=words):
-        call()
-
-
-# ===== train_bfcl.py 7. Tools and the prompt that shows them =====
-
-
-def test_bfcl_tool_docs_use_json_schema_types_only():
-    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
-    assert len(everything) == 129  # 128 methods and done
-    types = re.findall(r'"type": "(\w+)"', json.dumps([t["function"] for t in everything.values()]))
-    assert set(types) == {"object", "number", "integer", "string", "array", "boolean"}
-    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
-    for tool in everything.values():
-        assert set(tool) == {"type", "function"}
-        assert set(tool["function"]) == {"name", "description", "parameters"}
-    named_type = {"type": "dict", "properties": {"type": {"type": "float"}}}
-    assert bfcl.json_schema(named_type) == {"type": "object", "properties": {"type": {"type": "number"}}}
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_excluded_functions_are_neither_shown_nor_callable(protocol):
-    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
-    assert len(excluded) == 18
-    for task in excluded:
-        env = BFCLEnv(task, protocol)
-        system = env.reset()[0]["content"]
-        for name in task["excluded_function"]:
-            assert name not in names(env) and f'"name": "{name}"' not in system
-            assert "no tool named" in ask(env, name, file_name="x")
-    env = opened("base_0", protocol, excluded_function=["mv"])  # even if the gold answer needs it
-    assert "no tool named" in ask(env, "mv", source="a", destination="b")
-
-
-def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
-    for task in [t for t in TASKS if "missed_function" in t]:
-        env, late = opened(task["id"][11:], "turns"), task["missed_function"]
-        every = set(sum(late.values(), []))
-        for turn, (question, *_) in enumerate(map(tuple, [q or [None] for q in task["question"]])):
-            hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
-            assert every & set(names(env)) == every - hidden
-            last = [entry for entry in env.log if entry["role"] == "user"][-1]
-            if str(turn) in late:
-                assert last["content"].endswith(
-                    "</tools>\nI have updated some more functions you can choose from. What about now?")
-                assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
-            else:
-                assert last == question
-            env.step("Nothing.")
-        assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
-    env = opened("miss_func_0", "turns")
-    assert "no tool named 'sort'" in ask(env, "sort", file_name="x") and env.calls == []
-
-
-def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
-    env = BFCLEnv(TASK["miss_func_0"])
-    system, user = env.reset()
-    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
-    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
-    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
-    assert names(env)[-1] == "done" and "root" not in user["content"] and env.log == [system, user]
-
-
-def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
-    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
-    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(TASK[name], protocol)
-            messages = env.reset()
-            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
-            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
-            shown = opened(name, protocol).tools
-            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
-            assert ours == theirs
-            text = llama.apply_chat_template(messages, tokenize=False)
-            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
-
-
-# ===== train_bfcl.py 8. Parsing what the model says =====
-
-A = {"a": [1, "x"]}
-TAGS = {"content": 'a</tool_call>\n<tool_call>b<think>c</think>"{}\\'}
-
-
-def block(name="f", **fields) -> str:
-    return f"<tool_call>{json.dumps({'name': name, **fields})}</tool_call>"
-
-
-def in_depth(n):
-    return '{"name": "f", "arguments": {"a": ' + "[" * n + "]" * n + "}}"
-
-
-@pytest.mark.parametrize("text, expected", [
-    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),
-    (f"<tool_call>\n\n {LS}\n </tool_call>", [("ls", {})]),
-    (f"I would call {LS} now </tool_call>", []),
-    (f"<tool_call>{LS} \n", [("ls", {})]),  # complete, unclosed
-    (f"<tool_call>{LS} and so on", [str]),
-    (f"<tool_call>{LS}</tool_cal", [str]),
-    (f"<tool_call>{LS}<tool_call>{LS}</tool_call>", [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
-    # a block ends where its object ends: tags inside its strings are text
-    (block("echo", arguments=TAGS) + block(), [("echo", TAGS), ("f", {})]),
-    (block("echo", arguments=json.dumps(TAGS)) + block(), [("echo", TAGS), ("f", {})]),
-    (block("</tool_call>", arguments={"</tool_call>": 1}), [("</tool_call>", {"</tool_call>": 1})]),
-    (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
-    # thoughts do not run
-    (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
-    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
-    (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
-    (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
-    (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
-    (f"<think></think>{block('echo', arguments=TAGS)}", [("echo", TAGS)]),
-    (f"<THINK>{block('ls')}</THINK> </ think>", [("ls", {})]),  # another word
-    # no type is changed
-    (block("grep", arguments={"pattern": "[^,]+, }"}), [("grep", {"pattern": "[^,]+, }"})]),
-    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
-     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
-    (block() + block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 4),
-    (block(arguments=json.dumps(A)), [("f", A)]),
-    (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
-    (f"<tool_call>{in_depth(30)}</tool_call>", [tuple]),
-    # what is no call is one error, and nothing is repaired
-    *[(f"{block()}<tool_call>{content}</tool_call>{block()}", [("f", {}), str, ("f", {})]) for content in (
-        "", "{bad", '{"name": "ls}', LS + LS, f"{LS} <b> ", f"[{LS}]", '"ls"', "null", "{}", '{"name": 3}',
-        "{'name':'ls','arguments':{'a':True}}", '{"name": "ls", "arguments": {"a": 1,}}',
-        f"```json\n{LS}\n```",
-        *[json.dumps({"name": "f", "arguments": wrong}) for wrong in (
-            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}')],
-        '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', '{"name": "f", "name": "g"}',
-        *[f'{{"name": "f", "arguments": {{"a": {wrong}}}}}' for wrong in (
-            "NaN", '[{"b": -Infinity}]', '[{"b": 1e999}]', "9" * 5000, '"\\ud800"', '"\ud800"', '1, "a": 2')],
-        in_depth(31), '{"a":' * 100_000)],
-])
-def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
-    items = parse_tool_calls(text)
-    assert len(items) == len(expected)
-    for item, right in zip(items, expected, strict=True):
-        assert isinstance(item, right) if isinstance(right, type) else item == right
-
-
-def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
-    rng = random.Random(0)
-    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", '\\"', "{", "\n", "<", "a"]
-    between = ["", "and", '"', "\\", "{", "</tool_call>", "<think>x</think>", "<think><tool_call></think>"]
-    for _ in range(2000):
-        calls, text = [], rng.choice(["", '<tool_call>"</think>', "<tool_call>{</think>"])
-        for _ in range(rng.randrange(4)):
-            words = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(3)]
-            calls.append((words[0], {words[1]: [words[2]]}))
-            text += say(calls[-1]) + rng.choice(between)
-        assert parse_tool_calls(text) == calls, text
-
-
-@pytest.mark.parametrize("piece", [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
-    "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
-    '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
-    '<tool_call>{"a": "</think>'])
-def test_bfcl_parsing_time_is_linear_in_the_text(piece):
-    start = time.process_time()
-    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 3
-
-
-# ===== train_bfcl.py 9-10. Running calls, and gold, as the benchmark's executor and checker have them =====
-
-JUDGE = """
-import importlib, json, os, sys, time
-from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
-
-def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
-    gold = task["ground_truth"]
-    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
-
-def observations(task, turns):
-    calls = [call for turn in turns for step in turn for call in step]
-    results, _ = execute_multi_turn_func_call(
-        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
-        long_context="long_context" in task["id"])
-    return results
-
-def seconds(task, turns):
-    start, _ = time.process_time(), verdict(task, turns)
-    return time.process_time() - start
-
-judge, trajectories = globals()[sys.argv[1]], json.load(sys.stdin)
-for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
-    importlib.import_module(CLASS_FILE_PATH_MAPPING[api])  # once, here, and not in every child
-for trajectory in trajectories:
-    pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
-    if not pid:
-        print(json.dumps(judge(*trajectory)), flush=True)
-        os._exit(0)
-    os.waitpid(pid, 0)
-"""
-
-
-def ask_judge(question: str, trajectories: list) -> list:
-    """trajectories: (task, turns of steps of call strings)."""
-    out = subprocess.run([sys.executable, "-c", JUDGE, question], input=json.dumps(trajectories), text=True,
-                         stdout=subprocess.PIPE, check=True).stdout
-    return [json.loads(line) for line in out.splitlines()]
-
-
-def test_bfcl_all_4625_gold_calls_give_the_official_observations_and_all_800_experts_score_1():
-    ours, played, cut = [], [], 0
-    for task in TASKS:
-        gold = bfcl.gold_turns(task)
-        _, replay = bfcl.scenario(json.dumps(task))
-        ours.append([text for turn in replay for text in turn.observations])
-        played += [call for turn in gold for call in turn]
-        for protocol in ("combined", "turns"):
-            env = play(task, expert_turns(task, protocol), protocol)
-            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
-            assert env.calls == [call for turn in gold for call in turn]
-            json.dumps(env.log)
-            for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
-                assert len(text) <= bfcl.OBSERVATION_LIMIT
-                cut += text.endswith(bfcl.CUT_MARK)
-    assert cut > 200  # and yet the whole ones are checked
-    assert ours == ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
-    assert len(played) == 4625 and ("sort", {"file_name": "final_report.pdf"}) in played
-    written = [ast.parse(text, mode="eval").body
-               for task in TASKS for turn in task["ground_truth"] for text in turn]
-    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
-    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
-    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
-    assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
-
-
-def test_bfcl_an_environment_takes_less_than_twice_the_time_of_the_official_executor_and_checker():
-    tasks = TASKS[::10]
-    plans = [expert_turns(task, "combined") for task in tasks]
-    replays = [(task, [[turn] for turn in task["ground_truth"]]) for task in tasks]
-
-    def ratio():
-        bfcl.scenario.cache_clear()
-        start = time.process_time()
-        list(map(play, tasks, plans))
-        seconds = time.process_time() - start
-        return seconds / sum(ask_judge("seconds", replays))
-
-    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
-
-
-def test_bfcl_an_observation_is_cut_when_it_is_longer_than_the_limit():
-    limit, env = bfcl.OBSERVATION_LIMIT, opened("base_0")
-    frame = len(json.dumps({"terminal_output": ""}))
-    whole = ask(env, "echo", content="x" * (limit - frame))
-    assert whole == json.dumps({"terminal_output": "x" * (limit - frame)}) and len(whole) == limit
-    cut = ask(env, "echo", content="x" * (limit - frame + 1))
-    assert cut == whole[:limit - len(bfcl.CUT_MARK)] + bfcl.CUT_MARK
-
-
-KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
-         "unknown", "one by one", "state", "loop", "loop last")
-
-
-def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
-    """A trajectory for the turns protocol, as texts."""
-    texts = expert_turns(task, "turns")
-    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
-    i = with_calls[-1] if kind == "loop last" else rng.choice(with_calls)
-    calls, before, after = parse_tool_calls(texts[i]), texts[:i], texts[i + 1:]
-    extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
-             "TwitterAPI": ("post_tweet", {"content": "hm"}),
-             "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
-             "TradingBot": ("fund_account", {"amount": 5})}.get(task["involved_classes"][0], calls[0])
-    here = {
-        "expert": [texts[i]], "extra": [say(*calls, rng.choice(calls))], "reorder": [say(*reversed(calls))],
-        "drop turn": [], "malformed": [texts[i].replace("}}\n", "}\n", 1)],
-        "unknown": [say(("no_such_tool", {"a": 1})) + "\n" + texts[i]], "one by one": map(say, calls),
-        "state": [say(*calls, extra)], "loop": [texts[i], *[say(calls[-1])] * 22],
-    }
-    if kind == "corrupt":
-        return bfcl.corrupt_turns(task, texts, rng)
-    if kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
-        return [say(*calls), *before, *after]
-    return [*before, *here[kind.removesuffix(" last")], *after]
-
-
-def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
-    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
-    A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
-    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
-    for text in texts + ["That is all."] * 10:
-        shown = names(env)
-        calls = []
-        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
-            name = name if name in shown else "hidden_" + name
-            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
-        steps += [calls] if calls else []
-        messages = env.step(text)
-        if messages is None or messages[-1]["role"] == "user":
-            turns, steps = turns + [steps], []
-        if messages is None:
-            return env, turns
-    raise AssertionError("the episode did not end")
-
-
-def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
-    rng, trajectories, ours, kinds = random.Random(1), [], [], []
-    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
-    for n in range(420):
-        task, kind = rng.choice(pool), KINDS[n % len(KINDS)]
-        env, turns = play_turns(task, spoil(kind, task, rng))
-        trajectories.append((task, turns))
-        ours.append(env.reward() == 1)
-        kinds.append((task["id"], kind, env.reason))
-    official = ask_judge("verdict", trajectories)
-    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
-    assert 100 < sum(ours) < 320  # both verdicts are well represented
-    for words in ("no call", "state", "response", "step limit"):
-        assert any(words in reason for _, _, reason in kinds)
-
-
-def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
-    env = opened("base_0")
-    for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
-        assert ask(env, name, **arguments).startswith("Error during execution: " + name)
-    assert env.calls == []
-    assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
-    assert env.calls == [("cat", {"file_name": 5})]
-    error, moved = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
-    assert error["role"] == moved["role"] == "tool" and error["content"].startswith("Error")
-    assert json.loads(moved["content"]) == {"current_working_directory": "document"}
-
-
-def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
-    env = opened("base_0")
-    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
-                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add",
-                 f"open('{tmp_path}/x','w').close"):
-        assert ask(env, name).startswith("Error during execution: there is no tool named")
-    assert env.calls == [] and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name, arguments", [
-    ("power", {"base": 10, "exponent": 100_000_000}),
-    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
-    ("square_root", {"number": 2, "precision": 50_000_000}),
-    ("round_number", {"number": 5, "decimal_places": -10**9})])
-def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
-    env, other = opened(MATH), opened(MATH)
-    add = ("add", {"a": 1, "b": 2})
-    messages = env.step(say(add, (name, arguments), add, ("done", {})))
-    assert [m["content"] for m in messages] == [
-        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
-        *["Error: not run after a stopped call"] * 2]
-    assert env.calls == [add]
-    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
-
-
-def test_bfcl_the_limits_are_those_that_are_documented():
-    start, env = time.monotonic(), opened(MATH)
-    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
-    assert 1.5 < time.monotonic() - start < 30
-    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
-    if sys.platform == "linux":
-        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
-    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
-    env = opened(MATH, protocol)
-    assert len(env.step(endless)) == 2
-    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
-    assert env.step(endless) is None
-    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
-    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
-    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
-    env.reset()
-    assert env.step(endless) is not None  # a new episode counts anew
-
-
-def folders_in_folders(levels: int) -> BFCLEnv:
-    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
-    env = opened("base_0", excluded_function=[])
-    for level in range(levels):
-        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
-        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
-                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
-                     ("cd", {"folder": ".."})))
-    return env
-
-
-def test_bfcl_an_endless_file_tree_is_stopped_alike_whatever_others_have_used(worker):
-    env = folders_in_folders(40)
-    for name, arguments in (("find", {"path": "."}), ("du", {})):  # du needs no memory, but time
-        assert f"{name} was stopped, it needs too much time or memory" in ask(env, name, **arguments)
-    assert len(env.calls) == 200
-    worker.close()
-    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
-    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
-    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
-    for instance in [fits, too_long, endless] * 2:
-        seen.append(worker.run(instance, "find", {"path": "."}) is None)
-    assert seen == [False, True, True] * 2
-
-
-def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
-    def stopped(stack):
-        return stopped(stack - 1) if stack else worker.run(instance, "find", {"path": "."}) is None
-
-    instance, seen = opened("base_0")._instances["GorillaFileSystem"], []
-    for _ in range(13):
-        seen.append(stopped(0))
-        assert stopped(300) == seen[-1]
-        for _ in range(20):  # deeper and deeper
-            instance.mkdir("d")
-            instance.cd("d")
-    assert seen[0] is False
-
-
-API = textwrap.dedent('''
-    import os, signal, subprocess, sys, time
-
-    class Api:
-        def good(self): return {"result": 3}
-        def several_lines(self): return 'a\\n"b"\\n'
-        def prints(self):
-            print('"forged"', flush=True), sys.__stdout__.write('"forged"\\n'), os.write(1, b'"forged"\\n')
-            subprocess.run(["echo", '"forged"'])
-            return "printed"
-        def prints_for_ever(self):
-            while True: print("x" * 1000)
-        def reads(self): return sys.stdin.read() + sys.stdin.read()
-        def asks(self): return input("?")
-        def raises(self): raise KeyError("k")
-        def leaves(self): sys.exit(0)
-        def interrupts(self): raise KeyboardInterrupt
-        def vanishes(self): os._exit(0)
-        def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
-        def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
-        def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
-        def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
-        def half_and_the_helper_too(self):
-            self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
-        def write_part(self, part=b'"half an ans'):
-            for fd in range(3, 20):
-                try: os.write(fd, part)
-                except OSError: pass
-        def raises_memory(self): raise MemoryError
-        def needs_memory(self): return bytearray(2**31)
-        def hides_its_need(self):
-            lists = []
-            try:
-                while True: lists.append([1] * 10**5)
-            except MemoryError:
-                return "as if nothing had happened"
-        def recurses(self): return self.recurses()
-        def loops(self):
-            while True: pass
-        def says_much(self): return "x" * 1_000_001
-        def says_just_enough(self): return "x" * 1_000_000
-    ''')
-
-
-def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
-    (tmp_path / "an_api.py").write_text(API)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    api = importlib.import_module("an_api").Api()
-    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
-    answers = {
-        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
-        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
-    stopped = [
-        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
-        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
-        "recurses", "loops", "says_much"]
-    for name in [*answers, *stopped]:
-        assert worker.run(api, name, {}) == answers.get(name), name
-        assert worker.run(api, "good", {}) == '{"result": 3}', name
-    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
-    worker.process.wait()
-    assert worker.run(api, "good", {}) == '{"result": 3}'
-    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
-
-
-def ended(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] == "Z"  # nobody has asked yet
-    except FileNotFoundError:
-        return True
-
-
-def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
-    def sums(number):
-        env = opened(MATH)
-        return [ask(env, "add", a=number, b=i) for i in range(30)]
-
-    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(sums, range(8))) == expected
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
-        os.write(write, f"{helper}\n".encode())
-        time.sleep(60)
-    assert sums(6) == expected[6]
-    helper = int(os.read(read, 99))
-    assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for _ in range(100):
-        time.sleep(0 if ended(helper) else 0.05)
-    assert ended(helper)
-
-
-def test_bfcl_the_import_needs_no_bfcl_eval():
-    child = os.fork()
-    if child == 0:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
-            del sys.modules[name]
-        sys.modules["bfcl_eval"] = None
-        try:
-            importlib.reload(bfcl)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-# ===== train_bfcl.py 11-12. Environment, experts and failures =====
-
-
-def test_bfcl_shared_data_of_the_benchmark_never_carries_over():
-    for _ in range(2):  # post_tweet's default list
-        env = opened("base_0")
-        env._instances["TwitterAPI"].authenticated = True
-        tweet = json.loads(ask(env, "post_tweet", content="hi"))
-        assert tweet["mentions"] == []
-        ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
-        assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
-    # the module's credit cards, in the gold replay and between environments
-    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
-    cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
-    env = opened(name, ground_truth=[[login]])
-    token = json.loads(env._gold[0].observations[0])["access_token"]
-    env = opened(name, ground_truth=[[
-        login, f"set_budget_limit({token!r}, 1)",
-        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
-    assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
-    first, second = (opened(name)._instances["TravelAPI"].credit_card_list for _ in range(2))
-    before = copy.deepcopy(second)
-    for card in first.values():
-        card["balance"] = -1
-    assert second == opened(name)._instances["TravelAPI"].credit_card_list == before
-
-
-def test_bfcl_random_numbers_are_each_rollouts_own():
-    state = random.getstate()
-    name = next(n for n, t in TASK.items() if "VehicleControlAPI" in t["involved_classes"])
-    alone = [ask(env, "get_current_speed") for env in [opened(name)] for _ in range(3)]
-    a, b = opened(name), opened(name)
-    mixed = [(ask(a, "get_current_speed"), ask(b, "get_current_speed")) for _ in range(3)]
-    assert mixed == [(x, x) for x in alone] and len(set(alone)) == 3
-    assert random.getstate() == state
-
-
-def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
-    """The gold state and the gold calls, these in any order, with any extra option."""
-    task = TASK["base_0"]
-    texts = expert_turns(task, "combined")
-    touch = say(("touch", {"file_name": "extra.txt"}))
-    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
-    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
-    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
-
-    def otherwise(call, old, new):
-        """(a task with this gold call, its expert who says something else there)"""
-        task = next(t for t in TASKS if call in bfcl.gold_list(t))
-        changed = [text.replace(old, new) for text in expert_turns(task, "combined")]
-        assert changed != expert_turns(task, "combined")
-        return task, changed
-
-    for (played, messages), R_state, R_action, reason in (
-            ((task, texts), 1, 1, "ok"),
-            ((task, swapped), 1, 1, "ok"),
-            (otherwise("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}'), 1, 1, "ok"),
-            (otherwise("ls(a=True)", '{"a": true}', '{"a": 1}'), 1, 0, "gold call not made: ls"),
-            ((task, [*texts[:-1], touch, texts[-1]]), 0, 1, "final state"),
-            ((task, no_grep), 1, 0, "gold call not made: grep"),
-            ((task, [*texts[:2], texts[-1]]), 0, 0, "gold call not made"),
-            ((task, texts[-1:]), 0, 0, "gold call not made")):
-        env = play(played, messages)
-        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
-        assert env.reason.startswith(reason)
-
-
-@pytest.mark.parametrize("given, gold, equal", [
-    (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
-    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ([1], [1, 2], False), ([True], [1], False),
-    ({"a": 1}, {"a": 1.0}, True), ({"a": 1, "b": 2}, {"a": 1}, False), ({"a": True}, {"a": 1}, False),
-    (None, None, True), ("a", "A", False)])
-def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
-    assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
-
-
-def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
-    first, env = ("cd", {"folder": "document"}), opened("base_0")
-    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
-    env = opened("base_0")
-    assert env.step("I cannot do this.") is None and env.reward() == 0
-    env = opened("base_0")
-    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
-    env.step(say(first))
-    assert env.reward() == 0 and env.reason == "the episode did not end"
-    env.close()
-    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
-    assert "no tool named 'done'" in ask(env, "done")
-
-
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
-    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
-    assert bfcl.MAX_STEPS == MAXIMUM_STEP_LIMIT
-    for protocol, steps in (("combined", 80), ("turns", 21)):
-        env = opened("base_0", protocol)
-        while env.step(say(("pwd", {}))) is not None:
-            assert len(env.calls) < 200
-        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-        assert "step limit reached" in env.reason or protocol == "turns"
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
-    rng, rewards = random.Random(0), []
-    for task in rng.sample(TASKS, 60):
-        expert = expert_turns(task, protocol)
-        texts = bfcl.corrupt_turns(task, expert, rng)
-        assert texts != expert and texts[-1] == expert[-1]
-        for text in texts:
-            blocks = parse_tool_calls(text)
-            assert not any(isinstance(b, str) for b in blocks)
-            assert text == say(*blocks) if blocks else protocol == "turns"
-        env = play(task, texts, protocol)
-        assert env.reason != "the episode did not end"
-        rewards.append(env.reward())
-    assert rewards.count(0) > 36
-
-
-def hostile(rng: random.Random) -> str:
-    name, arguments = rng.choice([c for turn in bfcl.gold_turns(rng.choice(TASKS)) for c in turn])
-    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
-                        [[[]]], [1, "a"], {"a": {}}])
-    kind = rng.randrange(9)
-    if kind < 4 and arguments:
-        arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
-    if kind == 4:
-        name = rng.choice(["_load_scenario", "__class__", "os.system", "done ", "", "_random", name.upper()])
-    text = say((name, arguments))
-    place = rng.randrange(len(text))
-    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "]",
-              "1e999", "NaN", "\\", " ", "\ud83d"]
-    return {5: text[:place] + rng.choice(pieces) + text[place:], 6: text[:place], 8: text + "and\n" + text,
-            7: "".join(rng.choices(pieces, k=30))}.get(kind, text)
-
-
-def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
-    rng, start = random.Random(7), time.process_time()
-    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
-    envs = [opened(name, protocol) for name in chosen for protocol in ("combined", "turns")]
-    for _ in range(10_000):
-        env = rng.choice(envs)
-        shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
-        gold = {c[0] for c in env._gold[env._turn].calls}
-        messages = env.step(hostile(rng))
-        assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
-        for message in messages or []:
-            assert message["role"] != "tool" or len(message["content"]) <= bfcl.OBSERVATION_LIMIT
-            message["content"].encode()
-        if messages is None or rng.random() < 0.02:
-            json.dumps(env.log)
-            env.reset()
-    for name in chosen:
-        assert play(TASK[name], expert_turns(TASK[name], "turns"), "turns").reward() == 1
-    assert time.process_time() - start < 40
-
-
-# ===== train_bfcl.py 1-5. Settings, pipeline, run folders =====
 
 
 @pytest.fixture(scope="session")
@@ -3538,9 +2782,9 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
         assert line["reason"].startswith("ran into --max-tokens") == line["truncated"]
     overall = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]["overall"]
     assert (overall["n"], overall["k"]) == (2, 0)
-    origins = [json.loads((whole_run / name / "rcgrpo.json").read_text()) for name in ("stage1", "model")]
-    assert [(o["init"], o["rl"], o["split"], o["seed"]) for o in origins] == [
-        ("rctp", "none", "grouped", 0), ("rctp", "rc-grpo", "grouped", 0)]
+    for name, rl in (("stage1", "none"), ("model", "rc-grpo")):
+        origin = json.loads((whole_run / name / "rcgrpo.json").read_text())
+        assert origin.items() >= {"init": "rctp", "rl": rl, "split": "grouped", "seed": 0}.items()
 
 
 # ----- whatever kills a run: the same command with --resume makes the run that was not killed
@@ -3587,7 +2831,7 @@ def a_checkpoint_damaged_and_a_line_cut(base, out):
     dies(bfcl.Run, "log", 7)(base, out)
     *_, newest = sorted((out / "checkpoints").iterdir())
     assert newest.name == "stage2-000003"
-    for file in newest.iterdir():
+    for file in newest.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with open(out / "metrics.jsonl", "a") as metrics:
         metrics.write('{"stage": "sta')
@@ -3622,14 +2866,13 @@ def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp
 
 def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_path):
     out = tmp_path / "x"
-    with pytest.raises(SystemExit, match="no stage1 model in .*: run --stage stage1 first"):
-        tiny_run(base, out, "--stage", "stage2")
     for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"),
                         ("eval", "eval.json")):
+        if stage in ("data", "stage2"):
+            needs, later = ("stage1", "stage2") if stage == "data" else ("stage2", "eval")
+            with pytest.raises(SystemExit, match=f"no {needs} model in .*: run --stage {needs} first"):
+                tiny_run(base, out, "--stage", later)
         assert not (out / made).exists()
-        if stage == "stage2":
-            with pytest.raises(SystemExit, match="no stage2 model in .*: run --stage stage2 first"):
-                tiny_run(base, out, "--stage", "eval")
         tiny_run(base, out, "--stage", stage)
         assert (out / made).exists()
     assert_same_run(whole_run, out)
@@ -3922,13 +3165,11 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
 
 def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(base, tmp_path, capsys):
     run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
-    lengths = {}
-    for task in train:
-        t = bfcl.play_script(task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits)
-        lengths[task["id"]] = len(t.ids)
+    lengths = {t.group: len(t.ids) for t in (bfcl.play_script(
+        task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits) for task in train)}
     limits["max_tokens"] = sorted(lengths.values())[3]
-    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
     fitting = {name for name, length in lengths.items() if length <= limits["max_tokens"]}
+    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
     assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
     assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
     assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # from the file
@@ -3978,12 +3219,12 @@ def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
     assert bfcl.batches(50, 8, 0, 0, "x") != bfcl.batches(50, 8, 0, 1, "x") != bfcl.batches(50, 8, 7, 1, "x")
 
 
-def test_bfcl_wilson_intervals():
-    assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4)
-    assert bfcl.wilson(4, 4)[1] == pytest.approx(1)
-    for k, n in ((3, 10), (59, 80), (68, 80)):  # the ends solve (p - k/n)^2 = z^2 p (1 - p) / n
-        for p in bfcl.wilson(k, n):
-            assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
+def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
+    for k, n in ((0, 4), (4, 4), (3, 10), (59, 80)):
+        low, high = bfcl.wilson(k, n)
+        assert low < high and low <= k / n + 1e-12 and high >= k / n - 1e-12
+        for p in (low, high):
+            assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
 
 
 def test_bfcl_weights_are_trained_in_fp32(base, tmp_path):
@@ -4013,16 +3254,22 @@ class Recording:
         self.base, self.out, self.seen, self.thread = base, out, {}, threading.local()
         tokenizer = bfcl.load_tokenizer(base)
         few = [task for task in TASKS if bfcl.task_number(task) < 15]
-        patched = {"load_tasks": lambda: few, "plan": self.plan, "smoke": self.smoke,
-                   "load_tokenizer": lambda path: copy.deepcopy(tokenizer), "load_model": self.load,
-                   "save_model": self.save, "make_policy": self.policy, "rollout": self.rollout,
-                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2, "Processes": self.processes,
-                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT, "evaluate_some": self.watch}
-        self.real_rollout, save = bfcl.rollout, bfcl.Run.save
+        alone = bfcl.Processes
+        patched = {
+            "load_tasks": lambda: few, "system_text": lambda tools: bfcl.SYSTEM_PROMPT,
+            "load_tokenizer": lambda path: copy.deepcopy(tokenizer),
+            "load_model": self.load, "save_model": self.save,
+            "make_policy": self.policy, "rollout": self.rollout, "evaluate_some": self.watch,
+            "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
+            "Processes": noting(lambda offload: self.note("offload", offload), lambda offload: alone()),
+            "plan": lambda s, tokenizer, train, test, processes, gpu, available: self.note(
+                "plan", gpu=s.gpu, alone=available is None),
+            "smoke": lambda argv, processes: self.note("smoke", True)}
+        self.real_rollout = bfcl.rollout
         for name, fake in patched.items():
             monkeypatch.setattr(bfcl, name, fake)
-        monkeypatch.setattr(bfcl.Run, "save", lambda run, stage, step, *models: (
-            self.note("checkpoints", (stage, step)), save(run, stage, step, *models)))
+        monkeypatch.setattr(bfcl.Run, "save", noting(
+            lambda run, stage, step, *models: self.note("checkpoints", (stage, step)), bfcl.Run.save))
 
     def note(self, place, value=None, **values):
         noted = {f"{place}: {name}": what for name, what in values.items()} or {place: value}
@@ -4032,21 +3279,10 @@ class Recording:
     def notes(self, place, rank=0):
         return self.seen.get((rank, place), [])
 
-    def processes(self, offload, alone=bfcl.Processes):
-        self.note("offload", offload)
-        return alone()
-
-    def plan(self, s, tokenizer, train, test, processes, gpu, available):
-        self.note("plan", "asked for" if available is None else "before a run")
-        self.note("plan", gpu=s.gpu)
-
     def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits, model):
         self.note("watching", tasks=ids_of(tasks), protocol=make_env(tasks[0]).protocol, limits=limits,
                   reward_token=reward_token, model=model.value.item(), **policy(model).given)
         return {"test_success": 0.5}
-
-    def smoke(self, argv, processes):
-        self.note("smoke", True)
 
     def load(self, path, tokenizer, processes, checkpointing):
         self.note("loaded", os.path.relpath(path, self.out))
@@ -4158,18 +3394,16 @@ REPORT = at("report", "arm, reward_token, split, protocol, goals")
 ORIGINS = {"origin of stage1", "origin of model"}
 TASKS_OF = {"scripts: actions", "stage 1: rows"} | at(ROLLOUTS, "tasks")
 LATER_MODELS = at("stage 2", "sampled_model, reference") | at("stage 2, watching, evaluation", "model")
-AFTER_DATA = STAGE_1 | STAGE_2 | WATCHING | EVALUATION | REPORT | ORIGINS
+EVERYTHING = {"loaded", "checkpoints"}.union(
+    SCRIPTS, FAILURES, STAGE_1, STAGE_2, WATCHING, EVALUATION, REPORT, ORIGINS)
 
 # flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
 WIRING = {
     "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
-    "--stage": ("data", {"loaded", "checkpoints"} | AFTER_DATA,
-                {"stage 1: rows": None, "loaded": ["{base}"]}),
+    "--stage": ("data", EVERYTHING - SCRIPTS - FAILURES, {"stage 1: rows": None, "loaded": ["{base}"]}),
     "--resume": ("", set(), {}),
-    "--plan": ("", {"plan", "offload", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
-               {"plan": ["asked for"], "loaded": None}),
-    "--smoke": ("", {"smoke", "plan", "plan: gpu", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
-                {"smoke": [True], "loaded": None}),
+    "--plan": ("", {"plan: alone", "offload"} | EVERYTHING, {"plan: alone": [True], "loaded": None}),
+    "--smoke": ("", {"smoke"} | at("plan", "alone, gpu") | EVERYTHING, {"smoke": [True], "loaded": None}),
     "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
     "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
     "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
@@ -4222,7 +3456,10 @@ WIRING = {
 }
 
 
-@pytest.mark.parametrize("flag", ["--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))])
+FLAGS = {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS | set(WIRING)))
 def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_path, monkeypatch, flag):
     value, places, then = WIRING[flag]
     names = {"tmp": tmp_path, "other": tmp_path / "m", "stage1": tmp_path / "s", "base": base}
@@ -4352,142 +3589,728 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
     assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
 
 
-# ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====
+# ===== train_bfcl.py 6. Tasks and splits =====
 
 
-def random_prompts(*lengths, vocabulary=50, prefix=()):
-    generator = torch.Generator().manual_seed(0)
-    return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
+def test_bfcl_tasks_come_in_order_and_untouched():
+    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
+    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
+    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
+    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
+
+
+def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
+    train, test = bfcl.split_tasks(TASKS, "paper")
+    shuffled = list(TASKS)
+    random.seed(42)
+    random.shuffle(shuffled)
+    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
+    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
+    assert bfcl.leaked(train, test) == 77
+
+
+def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
+    train, test = bfcl.split_tasks(TASKS, "grouped")
+    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
+    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
+    for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
+        assert not set(map(shared, train)) & set(map(shared, test))
+    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
+    pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
+    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
+
+
+def with_package(version):
+    """Load the tasks with this version of bfcl-eval; None: without any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", version or fails)
+        patch.setattr(importlib.metadata, "PackageNotFoundError", LookupError)
+        bfcl.load_tasks()
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: with_package(None), "no version is installed.*pip install --no-deps bfcl-eval==2026.3.23"),
+    (lambda: with_package(lambda name: "2025.1.1"), "2025.1.1 is installed.*pip install --no-deps bfcl-eval"),
+    (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
+    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
+    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
+    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset[(][)] first"),
+    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset[(][)] first"),
+])
+def test_bfcl_refusals(call, words):
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        call()
+
+
+# ===== train_bfcl.py 7. Tools and the prompt that shows them =====
+
+
+def test_bfcl_tool_docs_use_json_schema_types_only():
+    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    assert len(everything) == 129  # 128 methods and done
+    types = re.findall(r'"type": "(\w+)"', json.dumps([t["function"] for t in everything.values()]))
+    assert set(types) == {"object", "number", "integer", "string", "array", "boolean"}
+    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
+    for tool in everything.values():
+        assert set(tool) == {"type", "function"}
+        assert set(tool["function"]) == {"name", "description", "parameters"}
+    named_type = {"type": "dict", "properties": {"type": {"type": "float"}}}
+    assert bfcl.json_schema(named_type) == {"type": "object", "properties": {"type": {"type": "number"}}}
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_excluded_functions_are_neither_shown_nor_callable(protocol):
+    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    assert len(excluded) == 18
+    for task in excluded:
+        env = BFCLEnv(task, protocol)
+        system = env.reset()[0]["content"]
+        for name in task["excluded_function"]:
+            assert name not in names(env) and f'"name": "{name}"' not in system
+            assert "no tool named" in ask(env, name, file_name="x")
+    env = opened("base_0", protocol, excluded_function=["mv"])  # even if the gold answer needs it
+    assert "no tool named" in ask(env, "mv", source="a", destination="b")
+
+
+def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
+    for task in [t for t in TASKS if "missed_function" in t]:
+        env, late = opened(task["id"][11:], "turns"), task["missed_function"]
+        every = set(sum(late.values(), []))
+        for turn, (question, *_) in enumerate(map(tuple, [q or [None] for q in task["question"]])):
+            hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
+            assert every & set(names(env)) == every - hidden
+            last = [entry for entry in env.log if entry["role"] == "user"][-1]
+            if str(turn) in late:
+                assert last["content"].endswith(
+                    "</tools>\nI have updated some more functions you can choose from. What about now?")
+                assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
+            else:
+                assert last == question
+            env.step("Nothing.")
+        assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
+    env = opened("miss_func_0", "turns")
+    assert "no tool named 'sort'" in ask(env, "sort", file_name="x") and env.calls == []
+
+
+def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
+    env = BFCLEnv(TASK["miss_func_0"])
+    system, user = env.reset()
+    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
+    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
+    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
+    assert names(env)[-1] == "done" and "root" not in user["content"] and env.log == [system, user]
+
+
+def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
+    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
+    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(TASK[name], protocol)
+            messages = env.reset()
+            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+            shown = opened(name, protocol).tools
+            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
+            assert ours == theirs
+            text = llama.apply_chat_template(messages, tokenize=False)
+            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+
+
+# ===== train_bfcl.py 8. Parsing what the model says =====
+
+A = {"a": [1, "x"]}
+TAGS = {"content": 'a</tool_call>\n<tool_call>b<think>c</think>"{}\\'}
+
+
+def block(name="f", **fields) -> str:
+    return f"<tool_call>{json.dumps({'name': name, **fields})}</tool_call>"
+
+
+def in_depth(n):
+    return '{"name": "f", "arguments": {"a": ' + "[" * n + "]" * n + "}}"
+
+
+@pytest.mark.parametrize("text, expected", [
+    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),
+    (f"<tool_call>\n\n {LS}\n </tool_call>", [("ls", {})]),
+    (f"I would call {LS} now </tool_call>", []),
+    (f"<tool_call>{LS} \n", [("ls", {})]),  # complete, unclosed
+    (f"<tool_call>{LS} and so on", [str]),
+    (f"<tool_call>{LS}</tool_cal", [str]),
+    (f"<tool_call>{LS}<tool_call>{LS}</tool_call>", [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
+    # a block ends where its object ends: tags inside its strings are text
+    (block("echo", arguments=TAGS) + block(), [("echo", TAGS), ("f", {})]),
+    (block("echo", arguments=json.dumps(TAGS)) + block(), [("echo", TAGS), ("f", {})]),
+    (block("</tool_call>", arguments={"</tool_call>": 1}), [("</tool_call>", {"</tool_call>": 1})]),
+    (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
+    # thoughts do not run
+    (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
+    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
+    (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
+    (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
+    (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
+    (f"<think></think>{block('echo', arguments=TAGS)}", [("echo", TAGS)]),
+    (f"<THINK>{block('ls')}</THINK> </ think>", [("ls", {})]),  # another word
+    # no type is changed
+    (block("grep", arguments={"pattern": "[^,]+, }"}), [("grep", {"pattern": "[^,]+, }"})]),
+    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
+     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
+    (block() + block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 4),
+    (block(arguments=json.dumps(A)), [("f", A)]),
+    (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
+    (f"<tool_call>{in_depth(30)}</tool_call>", [tuple]),
+    # what is no call is one error, and nothing is repaired
+    *[(f"{block()}<tool_call>{content}</tool_call>{block()}", [("f", {}), str, ("f", {})]) for content in (
+        "", "{bad", '{"name": "ls}', LS + LS, f"{LS} <b> ", f"[{LS}]", '"ls"', "null", "{}", '{"name": 3}',
+        "{'name':'ls','arguments':{'a':True}}", '{"name": "ls", "arguments": {"a": 1,}}',
+        f"```json\n{LS}\n```",
+        *[json.dumps({"name": "f", "arguments": wrong}) for wrong in (
+            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}')],
+        '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', '{"name": "f", "name": "g"}',
+        *[f'{{"name": "f", "arguments": {{"a": {wrong}}}}}' for wrong in (
+            "NaN", '[{"b": -Infinity}]', '[{"b": 1e999}]', "9" * 5000, '"\\ud800"', '"\ud800"', '1, "a": 2')],
+        in_depth(31), '{"a":' * 100_000)],
+])
+def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
+    items = parse_tool_calls(text)
+    assert len(items) == len(expected)
+    for item, right in zip(items, expected, strict=True):
+        assert isinstance(item, right) if isinstance(right, type) else item == right
+
+
+def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
+    rng = random.Random(0)
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", '\\"', "{", "\n", "<", "a"]
+    between = ["", "and", '"', "\\", "{", "</tool_call>", "<think>x</think>", "<think><tool_call></think>"]
+    for _ in range(2000):
+        calls, text = [], rng.choice(["", '<tool_call>"</think>', "<tool_call>{</think>"])
+        for _ in range(rng.randrange(4)):
+            words = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(3)]
+            calls.append((words[0], {words[1]: [words[2]]}))
+            text += say(calls[-1]) + rng.choice(between)
+        assert parse_tool_calls(text) == calls, text
+
+
+@pytest.mark.parametrize("piece", [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
+    "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
+    '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
+    '<tool_call>{"a": "</think>'])
+def test_bfcl_parsing_time_is_linear_in_the_text(piece):
+    start = time.process_time()
+    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 3
+
+
+# ===== train_bfcl.py 9-10. Running calls, and gold, as the benchmark's executor and checker have them =====
+
+JUDGE = """
+import importlib, json, os, sys, time
+from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
+
+def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
+    gold = task["ground_truth"]
+    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
+
+def observations(task, turns):
+    calls = [call for turn in turns for step in turn for call in step]
+    results, _ = execute_multi_turn_func_call(
+        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
+        long_context="long_context" in task["id"])
+    return results
+
+def seconds(task, turns):
+    start, _ = time.process_time(), verdict(task, turns)
+    return time.process_time() - start
+
+judge, trajectories = globals()[sys.argv[1]], json.load(sys.stdin)
+for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
+    importlib.import_module(CLASS_FILE_PATH_MAPPING[api])  # once, here, and not in every child
+for trajectory in trajectories:
+    pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
+    if not pid:
+        print(json.dumps(judge(*trajectory)), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def ask_judge(question: str, trajectories: list) -> list:
+    """trajectories: (task, turns of steps of call strings)."""
+    out = subprocess.run([sys.executable, "-c", JUDGE, question], input=json.dumps(trajectories), text=True,
+                         stdout=subprocess.PIPE, check=True).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_bfcl_all_4625_gold_calls_give_the_official_observations_and_all_800_experts_score_1():
+    ours, played, cut = [], [], 0
+    for task in TASKS:
+        gold = bfcl.gold_turns(task)
+        _, replay = bfcl.scenario(json.dumps(task))
+        ours.append([text for turn in replay for text in turn.observations])
+        played += [call for turn in gold for call in turn]
+        for protocol in ("combined", "turns"):
+            env = play(task, expert_turns(task, protocol), protocol)
+            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
+            assert env.calls == [call for turn in gold for call in turn]
+            json.dumps(env.log)
+            for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
+                assert len(text) <= bfcl.OBSERVATION_LIMIT
+                cut += text.endswith(bfcl.CUT_MARK)
+                assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
+    assert cut > 200  # and yet the whole ones are checked
+    assert ours == ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
+    assert len(played) == 4625 and ("sort", {"file_name": "final_report.pdf"}) in played
+    written = [ast.parse(text, mode="eval").body
+               for task in TASKS for turn in task["ground_truth"] for text in turn]
+    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
+    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
+    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
+    assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
+
+
+def test_bfcl_an_environment_takes_less_than_twice_the_time_of_the_official_executor_and_checker():
+    tasks = TASKS[::10]
+    plans = [expert_turns(task, "combined") for task in tasks]
+    replays = [(task, [[turn] for turn in task["ground_truth"]]) for task in tasks]
+
+    def ratio():
+        bfcl.scenario.cache_clear()
+        start = time.process_time()
+        list(map(play, tasks, plans))
+        seconds = time.process_time() - start
+        return seconds / sum(ask_judge("seconds", replays))
+
+    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
+
+
+KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
+         "unknown", "one by one", "state", "loop", "loop last")
+
+
+def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
+    """A trajectory for the turns protocol, as texts."""
+    texts = expert_turns(task, "turns")
+    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
+    i = with_calls[-1] if kind == "loop last" else rng.choice(with_calls)
+    calls, before, after = parse_tool_calls(texts[i]), texts[:i], texts[i + 1:]
+    extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
+             "TwitterAPI": ("post_tweet", {"content": "hm"}),
+             "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
+             "TradingBot": ("fund_account", {"amount": 5})}.get(task["involved_classes"][0], calls[0])
+    here = {
+        "expert": [texts[i]], "extra": [say(*calls, rng.choice(calls))], "reorder": [say(*reversed(calls))],
+        "drop turn": [], "malformed": [texts[i].replace("}}\n", "}\n", 1)],
+        "unknown": [say(("no_such_tool", {"a": 1})) + "\n" + texts[i]], "one by one": map(say, calls),
+        "state": [say(*calls, extra)], "loop": [texts[i], *[say(calls[-1])] * 22],
+    }
+    if kind == "corrupt":
+        return bfcl.corrupt_turns(task, texts, rng)
+    if kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
+        return [say(*calls), *before, *after]
+    return [*before, *here[kind.removesuffix(" last")], *after]
+
+
+def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
+    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
+    A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
+    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
+    for text in texts + ["That is all."] * 10:
+        shown = names(env)
+        calls = []
+        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
+            name = name if name in shown else "hidden_" + name
+            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+        steps += [calls] if calls else []
+        messages = env.step(text)
+        if messages is None or messages[-1]["role"] == "user":
+            turns, steps = turns + [steps], []
+        if messages is None:
+            return env, turns
+    raise AssertionError("the episode did not end")
+
+
+def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
+    rng, trajectories, ours, kinds = random.Random(1), [], [], []
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
+    for n in range(420):
+        task, kind = rng.choice(pool), KINDS[n % len(KINDS)]
+        env, turns = play_turns(task, spoil(kind, task, rng))
+        trajectories.append((task, turns))
+        ours.append(env.reward() == 1)
+        kinds.append((task["id"], kind, env.reason))
+    official = ask_judge("verdict", trajectories)
+    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
+    assert 100 < sum(ours) < 320  # both verdicts are well represented
+    for words in ("no call", "state", "response", "step limit"):
+        assert any(words in reason for _, _, reason in kinds)
+
+
+def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
+    env = opened("base_0")
+    for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
+        assert ask(env, name, **arguments).startswith("Error during execution: " + name)
+    assert env.calls == []
+    assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
+    assert env.calls == [("cat", {"file_name": 5})]
+    error, moved = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
+    assert error["role"] == moved["role"] == "tool" and error["content"].startswith("Error")
+    assert json.loads(moved["content"]) == {"current_working_directory": "document"}
+
+
+def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
+    env = opened("base_0")
+    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
+                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add",
+                 f"open('{tmp_path}/x','w').close"):
+        assert ask(env, name).startswith("Error during execution: there is no tool named")
+    assert env.calls == [] and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
-def continuous():
-    """ContinuousPolicy, closed with the test."""
-    made = []
-    yield lambda *arguments, **more: made.append(bfcl.ContinuousPolicy(*arguments, **more)) or made[-1]
-    for policy in made:
-        policy.close()
+def worker(monkeypatch):
+    """A helper of the test's own, with limits to set before its first call; a short time by default."""
+    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
+    monkeypatch.setattr(bfcl, "WORKER", own)
+    yield own
+    own.close()
 
 
-@pytest.mark.parametrize("T, dtype", [(1.0, torch.float32), (0.7, torch.float32), (1.3, torch.bfloat16)])
-def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous):
-    model = tiny_model(8, initializer_range=0.6).to(dtype)
-    model.generation_config = GenerationConfig(
-        temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True,
-        eos_token_id=4, suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
-    )
-    prompt, n = [3, 1, 4], 4000
-    draws = continuous(model, {0}, T, 2, seed=0, cache_tokens=2**15)([prompt] * n)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt, prompt])).logits[0, -1].float()
-        follow = (model(torch.tensor([[*prompt, 5]])).logits[0, -1].float() / T).softmax(-1)
-    first = (logits / T).softmax(-1)
-    counts, after_5 = np.bincount([d[0] for d in draws], minlength=8), [d[1] for d in draws if d[0] == 5]
-    assert np.abs(counts / n - first.numpy()).max() < 4 * 0.5 / n**0.5
-    then = np.bincount(after_5, minlength=8) / len(after_5)
-    assert np.abs(then - follow.numpy()).max() < 2 / len(after_5) ** 0.5
-    assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token ends it and is kept
-    wrong = [(logits / t).softmax(-1) for t in (0.7, 1.0, 1.3) if t != T]
-    assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
+@pytest.mark.parametrize("name, arguments", [
+    ("power", {"base": 10, "exponent": 100_000_000}),
+    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
+    ("square_root", {"number": 2, "precision": 50_000_000}),
+    ("round_number", {"number": 5, "decimal_places": -10**9})])
+def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
+    env, other = opened(MATH), opened(MATH)
+    add = ("add", {"a": 1, "b": 2})
+    messages = env.step(say(add, (name, arguments), add, ("done", {})))
+    assert [m["content"] for m in messages] == [
+        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
+        *["Error: not run after a stopped call"] * 2]
+    assert env.calls == [add]
+    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
+    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
 
 
-def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(continuous):
-    model, prompts = tiny_model(50), random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
-    expected = sample(model, prompts, 0, 12, {0, 3})
-    assert len({len(ids) for ids in expected}) > 1  # some stop early
-    policy = continuous(model, {0, 3}, 0, 12, seed=0)
-    assert policy(prompts) == expected == policy(prompts)
-    assert [policy([prompt])[0] for prompt in prompts[:3]] == expected[:3]
+def test_bfcl_the_limits_are_those_that_are_documented():
+    start, env = time.monotonic(), opened(MATH)
+    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
+    assert 1.5 < time.monotonic() - start < 30
+    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
+    if sys.platform == "linux":
+        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
 
 
-@pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
-def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(
-        cache_tokens, monkeypatch, continuous):
-    evicted, evict = [], OffloadingManager.offload_requests
-    monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
-    model = tiny_model(50, max_position_embeddings=1024)
-    (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
-    prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
-    policy = continuous(model, {0, 3}, 0, 30, 0, cache_tokens)
-    for _ in range(2):  # the next turn finds the pages of this one, or not
-        said = policy(prompts)
-        assert said == sample(model, prompts, 0, 30, {0, 3})
-        prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
-    assert bool(evicted) == (cache_tokens < 2**18)
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
+    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
+    env = opened(MATH, protocol)
+    assert len(env.step(endless)) == 2
+    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
+    assert env.step(endless) is None
+    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
+    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
+    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
+    env.reset()
+    assert env.step(endless) is not None  # a new episode counts anew
 
 
-def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads(continuous):
-    model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
-    model.register_forward_pre_hook(
-        lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
-    (prompt,) = random_prompts(4600)
-    prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
-    policy = continuous(model, (), 1.0, 2, seed=0)  # of what is fed, one token a rollout is not prefilled
-    for _ in range(4):
-        fed.clear()
-        said = policy(prompts)
-        turns.append(sum(fed) - len(prompts))
-        prompts = [prompt + ids + [7] * 58 for prompt, ids in zip(prompts, said)]
-    assert turns[0] < 1.5 * 4600  # not 5 times: the group shares its pages
-    assert sum(turns) < 1.6 * turns[0]
+def folders_in_folders(levels: int) -> BFCLEnv:
+    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
+    env = opened("base_0", excluded_function=[])
+    for level in range(levels):
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
+                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
+                     ("cd", {"folder": ".."})))
+    return env
 
 
-def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone(continuous):
-    model, prompts = tiny_model(50), random_prompts(*[5] * 40)
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    policy, again, other = (continuous(model, {0}, 1.0, 10, seed) for seed in (3, 3, 4))
-    first, second = policy(prompts), policy(prompts)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(5)
-    assert again(prompts) == first
-    again.close()  # it starts anew, and draws on
-    assert again(prompts) == second
-    assert first != second and other(prompts) not in (first, second)
+def test_bfcl_an_endless_file_tree_is_stopped_alike_whatever_others_have_used(worker):
+    env = folders_in_folders(40)
+    for name, arguments in (("find", {"path": "."}), ("du", {})):  # du needs no memory, but time
+        assert f"{name} was stopped, it needs too much time or memory" in ask(env, name, **arguments)
+    assert len(env.calls) == 200
+    worker.close()
+    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
+    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
+    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
+    for instance in [fits, too_long, endless] * 2:
+        seen.append(worker.run(instance, "find", {"path": "."}) is None)
+    assert seen == [False, True, True] * 2
 
 
-def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used(continuous):
-    model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
-    model.generation_config.eos_token_id = list(range(0, 50, 2))  # not read: here nothing is a stop id
-    policy = continuous(model, set(), 0, 10, seed=0)
-    before = policy(prompts)
-    with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
-        model.model.layers[-1].self_attn.v_proj.weight.neg_()
-        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
-    assert policy(prompts) == sample(model, prompts, 0, 10, set()) != before
+def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
+    def stopped(stack):
+        return stopped(stack - 1) if stack else worker.run(instance, "find", {"path": "."}) is None
+
+    instance, seen = opened("base_0")._instances["GorillaFileSystem"], []
+    for _ in range(13):
+        seen.append(stopped(0))
+        assert stopped(300) == seen[-1]
+        for _ in range(20):  # deeper and deeper
+            instance.mkdir("d")
+            instance.cd("d")
+    assert seen[0] is False
 
 
-def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running(continuous):
-    model, threads = tiny_model(50), threading.active_count()
-    with pytest.raises(RuntimeError, match="continuous batching failed: No requests can be scheduled"):
-        continuous(model, {0}, 0, 4, seed=0, cache_tokens=256)(random_prompts(300, 3))
-    policy = continuous(model, {0}, 0, 4, seed=0)
-    with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
-        policy([[1, 2], [50]])
-    assert threading.active_count() == threads
-    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
+API = textwrap.dedent('''
+    import os, signal, subprocess, sys, time
+
+    class Api:
+        def good(self): return {"result": 3}
+        def several_lines(self): return 'a\\n"b"\\n'
+        def prints(self):
+            print('"forged"', flush=True), sys.__stdout__.write('"forged"\\n'), os.write(1, b'"forged"\\n')
+            subprocess.run(["echo", '"forged"'])
+            return "printed"
+        def prints_for_ever(self):
+            while True: print("x" * 1000)
+        def reads(self): return sys.stdin.read() + sys.stdin.read()
+        def asks(self): return input("?")
+        def raises(self): raise KeyError("k")
+        def leaves(self): sys.exit(0)
+        def interrupts(self): raise KeyboardInterrupt
+        def vanishes(self): os._exit(0)
+        def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
+        def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
+        def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
+        def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
+        def half_and_the_helper_too(self):
+            self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
+        def write_part(self, part=b'"half an ans'):
+            for fd in range(3, 20):
+                try: os.write(fd, part)
+                except OSError: pass
+        def raises_memory(self): raise MemoryError
+        def needs_memory(self): return bytearray(2**31)
+        def hides_its_need(self):
+            lists = []
+            try:
+                while True: lists.append([1] * 10**5)
+            except MemoryError:
+                return "as if nothing had happened"
+        def recurses(self): return self.recurses()
+        def loops(self):
+            while True: pass
+        def says_much(self): return "x" * 1_000_001
+        def says_just_enough(self): return "x" * 1_000_000
+    ''')
 
 
-def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(
-        capfd, monkeypatch, continuous):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    tokenizer, threads, environment = byte_level_tokenizer(), threading.active_count(), dict(os.environ)
-    model = tiny_model(400).train()
-    model.activation_checkpointing_enable()
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own: an older stderr
-    logger.setLevel(logging.WARNING)
-    policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
-    assert policy.max_tokens == 512 and policy.temperature == 1.0
-    for env, ending in ((Echo(), nullcontext()), (SimpleNamespace(reset=fails), pytest.raises(RuntimeError))):
-        policy([[1, 2], [3]])
-        assert threading.active_count() == threads + 1
-        with ending:
-            rollout([env], [None], policy, tokenizer)  # which closes its policy
-    assert threading.active_count() == threads and dict(os.environ) == environment
-    assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
-    assert model.training and model.config._attn_implementation == "sdpa"
-    assert capfd.readouterr() == ("", "")
+def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
+    (tmp_path / "an_api.py").write_text(API)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    api = importlib.import_module("an_api").Api()
+    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
+    answers = {
+        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
+        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
+    stopped = [
+        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
+        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
+        "recurses", "loops", "says_much"]
+    for name in [*answers, *stopped]:
+        assert worker.run(api, name, {}) == answers.get(name), name
+        assert worker.run(api, "good", {}) == '{"result": 3}', name
+    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
+    worker.process.wait()
+    assert worker.run(api, "good", {}) == '{"result": 3}'
+    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
+
+
+def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
+    def ended(pid):  # or nobody has asked yet how
+        file = Path(f"/proc/{pid}/stat")
+        return not file.exists() or file.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    def sums(number):
+        env = opened(MATH)
+        return [ask(env, "add", a=number, b=i) for i in range(30)]
+
+    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(sums, range(8))) == expected
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
+        os.write(write, f"{helper}\n".encode())
+        time.sleep(60)
+    assert sums(6) == expected[6]
+    helper = int(os.read(read, 99))
+    assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(100):
+        time.sleep(0 if ended(helper) else 0.05)
+    assert ended(helper)
+
+
+def test_bfcl_the_import_needs_no_bfcl_eval():
+    child = os.fork()
+    if child == 0:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
+            del sys.modules[name]
+        sys.modules["bfcl_eval"] = None
+        try:
+            importlib.reload(bfcl)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# ===== train_bfcl.py 11-12. Environment, experts and failures =====
+
+
+def test_bfcl_shared_data_of_the_benchmark_never_carries_over():
+    for _ in range(2):  # post_tweet's default list
+        env = opened("base_0")
+        env._instances["TwitterAPI"].authenticated = True
+        tweet = json.loads(ask(env, "post_tweet", content="hi"))
+        assert tweet["mentions"] == []
+        ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
+        assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
+    # the module's credit cards, in the gold replay and between environments
+    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
+    cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
+    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
+    env = opened(name, ground_truth=[[login]])
+    token = json.loads(env._gold[0].observations[0])["access_token"]
+    env = opened(name, ground_truth=[[
+        login, f"set_budget_limit({token!r}, 1)",
+        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
+    assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
+    first, second = (opened(name)._instances["TravelAPI"].credit_card_list for _ in range(2))
+    before = copy.deepcopy(second)
+    for card in first.values():
+        card["balance"] = -1
+    assert second == opened(name)._instances["TravelAPI"].credit_card_list == before
+
+
+def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
+    """The gold state and the gold calls, these in any order, with any extra option."""
+    task = TASK["base_0"]
+    texts = expert_turns(task, "combined")
+    touch = say(("touch", {"file_name": "extra.txt"}))
+    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
+    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
+    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
+
+    def otherwise(call, old, new):
+        """(a task with this gold call, its expert who says something else there)"""
+        task = next(t for t in TASKS if call in bfcl.gold_list(t))
+        changed = [text.replace(old, new) for text in expert_turns(task, "combined")]
+        assert changed != expert_turns(task, "combined")
+        return task, changed
+
+    for (played, messages), R_state, R_action, reason in (
+            ((task, texts), 1, 1, "ok"),
+            ((task, swapped), 1, 1, "ok"),
+            (otherwise("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}'), 1, 1, "ok"),
+            (otherwise("ls(a=True)", '{"a": true}', '{"a": 1}'), 1, 0, "gold call not made: ls"),
+            ((task, [*texts[:-1], touch, texts[-1]]), 0, 1, "final state"),
+            ((task, no_grep), 1, 0, "gold call not made: grep"),
+            ((task, [*texts[:2], texts[-1]]), 0, 0, "gold call not made"),
+            ((task, texts[-1:]), 0, 0, "gold call not made")):
+        env = play(played, messages)
+        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
+        assert env.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("given, gold, equal", [
+    (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
+    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ([1], [1, 2], False), ([True], [1], False),
+    ({"a": 1}, {"a": 1.0}, True), ({"a": 1, "b": 2}, {"a": 1}, False), ({"a": True}, {"a": 1}, False),
+    (None, None, True), ("a", "A", False)])
+def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
+    assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
+
+
+def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+    first, env = ("cd", {"folder": "document"}), opened("base_0")
+    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
+    env = opened("base_0")
+    assert env.step("I cannot do this.") is None and env.reward() == 0
+    env = opened("base_0")
+    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
+    env.step(say(first))
+    assert env.reward() == 0 and env.reason == "the episode did not end"
+    env.close()
+    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
+    assert "no tool named 'done'" in ask(env, "done")
+
+
+def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
+    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
+    for protocol, steps in (("combined", 4 * MAXIMUM_STEP_LIMIT), ("turns", MAXIMUM_STEP_LIMIT + 1)):
+        env = play(TASK["base_0"], [say(("pwd", {}))] * 200, protocol)
+        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+        assert "step limit reached" in env.reason or protocol == "turns"
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
+    rng, rewards = random.Random(0), []
+    for task in rng.sample(TASKS, 60):
+        expert = expert_turns(task, protocol)
+        texts = bfcl.corrupt_turns(task, expert, rng)
+        assert texts != expert and texts[-1] == expert[-1]
+        for text in texts:
+            blocks = parse_tool_calls(text)
+            assert not any(isinstance(b, str) for b in blocks)
+            assert text == say(*blocks) if blocks else protocol == "turns"
+        env = play(task, texts, protocol)
+        assert env.reason != "the episode did not end"
+        rewards.append(env.reward())
+    assert rewards.count(0) > 36
+
+
+def hostile(rng: random.Random) -> str:
+    name, arguments = rng.choice([c for turn in bfcl.gold_turns(rng.choice(TASKS)) for c in turn])
+    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
+                        [[[]]], [1, "a"], {"a": {}}])
+    kind = rng.randrange(9)
+    if kind < 4 and arguments:
+        arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
+    if kind == 4:
+        name = rng.choice(["_load_scenario", "__class__", "os.system", "done ", "", "_random", name.upper()])
+    text = say((name, arguments))
+    place = rng.randrange(len(text))
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "]",
+              "1e999", "NaN", "\\", " ", "\ud83d"]
+    return {5: text[:place] + rng.choice(pieces) + text[place:], 6: text[:place], 8: text + "and\n" + text,
+            7: "".join(rng.choices(pieces, k=30))}.get(kind, text)
+
+
+def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
+    rng, start = random.Random(7), time.process_time()
+    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
+    envs = [opened(name, protocol) for name in chosen for protocol in ("combined", "turns")]
+    for _ in range(10_000):
+        env = rng.choice(envs)
+        shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
+        gold = {c[0] for c in env._gold[env._turn].calls}
+        messages = env.step(hostile(rng))
+        assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
+        for message in messages or []:
+            assert message["role"] != "tool" or len(message["content"]) <= bfcl.OBSERVATION_LIMIT
+            message["content"].encode()
+        if messages is None or rng.random() < 0.02:
+            json.dumps(env.log)
+            env.reset()
+    for name in chosen:
+        assert play(TASK[name], expert_turns(TASK[name], "turns"), "turns").reward() == 1
+    assert time.process_time() - start < 40
 
 
 # ===== train_bfcl.py 13. Many processes make one process's run =====
@@ -4635,24 +4458,6 @@ def test_bfcl_without_a_readable_checkpoint_a_run_does_not_begin_anew(tmp_path, 
     assert "stage2-000001 cannot be read" in "".join(capsys.readouterr())
 
 
-def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_alone(tmp_path):
-    assert launch(2, save_tied, tmp_path / "model") == [0, 0]
-    files = (tmp_path / "model").glob("*.safetensors")
-    names = [name for file in files for name in safe_open(file, "pt").keys()]
-    assert names and "lm_head.weight" not in names
-    model = tiny_model(50, tie_word_embeddings=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def save_tied(folder):
-    processes = bfcl.Processes()
-    model = processes.shard(tiny_model(50, tie_word_embeddings=True))
-    bfcl.save_model(model, byte_level_tokenizer(), folder, processes, {})
-    processes.leave()
-
-
 def fails(*args, **kwargs):
     raise LookupError("no such luck")
 
@@ -4701,7 +4506,7 @@ def small_main(stage, step, *flags):
     bfcl.main(["--model", *flags, *TINY])
 
 
-def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
+def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(whole_run, base, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
     assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
@@ -4709,18 +4514,147 @@ def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not
     assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
     assert_same_run(whole, killed)
     assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
+    one, two = weights(whole_run / "stage1"), weights(whole / "stage1")  # no draws in it: one process's model
+    assert all((one[key] - two[key]).abs().max() < 1e-4 for key in one)
+    assert "lm_head.weight" not in safe_open(whole / "stage1/model.safetensors", "pt").keys()  # it is tied
 
 
-def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
-    out = tmp_path / "x"
-    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
-    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
-    for name in ("stage1", "model"):
-        one, other = weights(whole_run / name), weights(out / name)
-        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
-    metrics = [read_lines(folder / "metrics.jsonl") for folder in (whole_run, out)]
-    for one, other in zip(*metrics, strict=True):
-        assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
+# ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====
+
+
+def random_prompts(*lengths, vocabulary=50, prefix=()):
+    generator = torch.Generator().manual_seed(0)
+    return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
+
+
+@pytest.fixture
+def continuous():
+    """ContinuousPolicy, closed with the test."""
+    made = []
+    yield lambda *arguments, **more: made.append(bfcl.ContinuousPolicy(*arguments, **more)) or made[-1]
+    for policy in made:
+        policy.close()
+
+
+@pytest.mark.parametrize("T, dtype", [(1.0, torch.float32), (0.7, torch.float32), (1.3, torch.bfloat16)])
+def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous):
+    model = tiny_model(8, initializer_range=0.6).to(dtype)
+    model.generation_config = GenerationConfig(
+        temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True,
+        eos_token_id=4, suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
+    )
+    prompt, n = [3, 1, 4], 4000
+    draws = continuous(model, {0}, T, 2, seed=0, cache_tokens=2**15)([prompt] * n)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt, prompt])).logits[0, -1].float()
+        follow = (model(torch.tensor([[*prompt, 5]])).logits[0, -1].float() / T).softmax(-1)
+    first = (logits / T).softmax(-1)
+    counts, after_5 = np.bincount([d[0] for d in draws], minlength=8), [d[1] for d in draws if d[0] == 5]
+    assert np.abs(counts / n - first.numpy()).max() < 4 * 0.5 / n**0.5
+    then = np.bincount(after_5, minlength=8) / len(after_5)
+    assert np.abs(then - follow.numpy()).max() < 2 / len(after_5) ** 0.5
+    assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token ends it and is kept
+    wrong = [(logits / t).softmax(-1) for t in (0.7, 1.0, 1.3) if t != T]
+    assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
+
+
+def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(continuous):
+    model, prompts = tiny_model(50), random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
+    expected = sample(model, prompts, 0, 12, {0, 3})
+    assert len({len(ids) for ids in expected}) > 1  # some stop early
+    policy = continuous(model, {0, 3}, 0, 12, seed=0)
+    assert policy(prompts) == expected == policy(prompts)
+    assert [policy([prompt])[0] for prompt in prompts[:3]] == expected[:3]
+
+
+@pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
+def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(
+        cache_tokens, monkeypatch, continuous):
+    evicted, evict = [], OffloadingManager.offload_requests
+    monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
+    model = tiny_model(50, max_position_embeddings=1024)
+    (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
+    prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
+    policy = continuous(model, {0, 3}, 0, 30, 0, cache_tokens)
+    for _ in range(2):  # the next turn finds the pages of this one, or not
+        said = policy(prompts)
+        assert said == sample(model, prompts, 0, 30, {0, 3})
+        prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
+    assert bool(evicted) == (cache_tokens < 2**18)
+
+
+def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads(continuous):
+    model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
+    model.register_forward_pre_hook(
+        lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
+    (prompt,) = random_prompts(4600)
+    prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
+    policy = continuous(model, (), 1.0, 2, seed=0)  # of what is fed, one token a rollout is not prefilled
+    for _ in range(4):
+        fed.clear()
+        said = policy(prompts)
+        turns.append(sum(fed) - len(prompts))
+        prompts = [prompt + ids + [7] * 58 for prompt, ids in zip(prompts, said)]
+    assert turns[0] < 1.5 * 4600  # not 5 times: the group shares its pages
+    assert sum(turns) < 1.6 * turns[0]
+
+
+def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone(continuous):
+    model, prompts = tiny_model(50), random_prompts(*[5] * 40)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    policy, again, other = (continuous(model, {0}, 1.0, 10, seed) for seed in (3, 3, 4))
+    first, second = policy(prompts), policy(prompts)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert again(prompts) == first
+    again.close()  # it starts anew, and draws on
+    assert again(prompts) == second
+    assert first != second and other(prompts) not in (first, second)
+
+
+def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used(continuous):
+    model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
+    model.generation_config.eos_token_id = list(range(0, 50, 2))  # not read: here nothing is a stop id
+    policy = continuous(model, set(), 0, 10, seed=0)
+    before = policy(prompts)
+    with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
+        model.model.layers[-1].self_attn.v_proj.weight.neg_()
+        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
+    assert policy(prompts) == sample(model, prompts, 0, 10, set()) != before
+
+
+def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running(continuous):
+    model, threads = tiny_model(50), threading.active_count()
+    with pytest.raises(RuntimeError, match="continuous batching failed: No requests can be scheduled"):
+        continuous(model, {0}, 0, 4, seed=0, cache_tokens=256)(random_prompts(300, 3))
+    policy = continuous(model, {0}, 0, 4, seed=0)
+    with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
+        policy([[1, 2], [50]])
+    assert threading.active_count() == threads
+    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
+
+
+def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(
+        capfd, monkeypatch, continuous):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tokenizer, threads, environment = byte_level_tokenizer(), threading.active_count(), dict(os.environ)
+    model = tiny_model(400).train()
+    model.activation_checkpointing_enable()
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own: an older stderr
+    logger.setLevel(logging.WARNING)
+    policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
+    assert policy.max_tokens == 512 and policy.temperature == 1.0
+    for env, ending in ((Echo(), nullcontext()), (SimpleNamespace(reset=fails), pytest.raises(RuntimeError))):
+        policy([[1, 2], [3]])
+        assert threading.active_count() == threads + 1
+        with ending:
+            rollout([env], [None], policy, tokenizer)  # which closes its policy
+    assert threading.active_count() == threads and dict(os.environ) == environment
+    assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert capfd.readouterr() == ("", "")
 
 
 # ===== train_bfcl.py 16. The plan, and memory on GPUs, tracked without one =====
