@@ -1887,31 +1887,33 @@ def benchmark():
           f"{'equal' if said == said_again else 'UNEQUAL'} draws")
 
 
-# ============================================================================================================
-# toy_env.py
-# ============================================================================================================
+# ===== toy_env.py =====
+
+
+def noting(note, function):
+    """The function, whose arguments are noted first."""
+    def noted(*args, **kwargs):
+        note(*args, **kwargs)
+        return function(*args, **kwargs)
+    return noted
 
 
 def brought_large(task):
     return {step[1] for step in task["steps"] if step[0] == "bring"} & set(task["large"])
 
 
-def test_toy_expert_solves_every_task_and_a_failure_is_a_failure():
+def test_toy_experts_solve_every_task_and_a_failure_is_a_failure():
     tokenizer, rng = toy_env.make_tokenizer(), np.random.default_rng(0)
-    with pytest.raises(ValueError, match="add_reward_tokens"):
-        toy_env.demonstrate([toy_env.make_task(rng, 1)], tokenizer, rng, failures=True)
-    add_reward_tokens(tokenizer)
-    for n in range(40):
-        house = toy_env.House(toy_env.make_task(rng, 1 + n % 2, large=bool(n % 3)))
-        policy = scripted_policy(toy_env.expert(house), tokenizer)
-        (t,) = rollout([house], [HIGH], policy, tokenizer, max_turns=toy_env.MAX_TURNS)
-        assert t.reward == 1 and not t.truncated
     tasks = [toy_env.make_task(rng, 1 + n % 2) for n in range(40)]
+    with pytest.raises(ValueError, match="add_reward_tokens"):
+        toy_env.demonstrate(tasks, tokenizer, rng, failures=True)
+    add_reward_tokens(tokenizer)
+    large = [toy_env.make_task(rng, 2, large=True) for _ in range(20)]
+    experts = toy_env.demonstrate(tasks + large, tokenizer, rng, failures=False)
+    assert [(t.reward_token, t.reward, t.truncated) for t in experts] == [(None, 1.0, False)] * 60
     data = toy_env.demonstrate(tasks, tokenizer, rng, failures=True)
     assert [(t.reward_token, t.reward) for t in data] == [(HIGH, 1.0), (LOW, 0.0)] * 40
-    experts = toy_env.demonstrate(tasks, tokenizer, rng, failures=False)
-    assert {(t.reward_token, t.reward) for t in experts} == {(None, 1.0)}
-    assert not any(tokenizer.unk_token_id in t.ids for t in data)
+    assert not any(tokenizer.unk_token_id in t.ids for t in data + experts)
     failures = [tokenizer.decode(t.ids) for t in data if t.reward == 0]
     assert any("cart" in text for text in failures) and all("done" in text for text in failures)
     assert any(text.count("<|assistant|>") < 3 for text in failures)  # stopped early
@@ -1934,26 +1936,6 @@ def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
     assert house.step("done") is None and house.reward() == 1
 
 
-def test_toy_held_out_tasks_are_held_out(monkeypatch):
-    """None is drawn again for reinforcement learning: a seed must not give the same random numbers twice."""
-    args, _ = toy_env.parse_arguments([])
-    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
-    drawn = []
-
-    def step(model, ref_model, optimizer, tasks, *rest, **more):
-        drawn.extend(tasks)
-        return {}, []
-
-    monkeypatch.setattr(toy_env, "rcgrpo_step", step)
-    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
-    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
-    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
-    assert not {str(task) for task in test} & {str(task) for task in demonstrated + drawn}
-    assert not any(map(brought_large, demonstrated))
-    assert len(list(filter(brought_large, test))) == 100 and len(list(filter(brought_large, drawn))) == 320
-
-
 TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
             "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4"]
 
@@ -1968,36 +1950,29 @@ def record_toy(out, *flags):
     The two steps, the groups shown and greedy rollouts are stand-ins. A step adds 1 to a weight of the model,
     so that it can be seen which model was used when; the more it was trained, the more tasks it solves.
     """
-    seen, part, real = {}, ["shown"], copy.copy(vars(toy_env))
+    seen, part = {}, ["shown"]
 
-    def note(what, value):
-        seen.setdefault(what, []).append((part[-1], value))
-
-    def requests(tasks):
-        return [toy_env.request(task) for task in tasks]
+    def note(**values):
+        for what, value in values.items():
+            seen.setdefault(what.replace("_", " "), []).append((part[-1], value))
 
     def train(model, optimizer, stage):
-        note(f"stage {stage} lr", optimizer.param_groups[0]["lr"])
-        note(f"stage {stage} decay", optimizer.param_groups[0]["weight_decay"])
-        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+        (group,) = optimizer.param_groups
+        note(**{f"stage {stage} lr": group["lr"], f"stage {stage} decay": group["weight_decay"]})
+        assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
         model.model.norm.weight.data += 1
 
     def rctp_step(model, optimizer, trajectories, tokens_per_pass):
-        note("stage 1 weight", weight(model))
-        note("stage 1 batch", len(trajectories))
-        note("stage 1 tokens_per_pass", tokens_per_pass)
-        note("stage 1 tokens", {t.reward_token for t in trajectories})
+        note(stage_1_weight=weight(model), stage_1_batch=len(trajectories),
+             stage_1_tokens={t.reward_token for t in trajectories}, stage_1_tokens_per_pass=tokens_per_pass)
         train(model, optimizer, 1)
         return {"loss": 0.0}
 
     def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits,
                     **given):
-        for name, value in given.items():
-            note(name, value)
-        note("tasks", requests(tasks))
-        note("policy", (policy.temperature, policy.max_new_tokens, policy.model is model, limits))
-        note("random numbers", (generator.initial_seed(), policy.generator.initial_seed()))
-        note("weights", (weight(model), weight(ref_model)))
+        note(**given, tasks=tasks, weights=(weight(model), weight(ref_model)),
+             policy=(policy.temperature, policy.max_new_tokens, policy.model is model, limits),
+             random_numbers=(generator.initial_seed(), policy.generator.initial_seed()))
         assert generator is not policy.generator
         train(model, optimizer, 2)
         keys = ("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low")
@@ -2007,34 +1982,24 @@ def record_toy(out, *flags):
         if not hasattr(policy, "temperature"):  # a script: for real
             return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)
         at = weight(policy.model)
-        note("evaluation", (policy.temperature, policy.max_new_tokens, set(reward_tokens), at, max_turns))
-        note("evaluation tasks", requests(env.task for env in envs))
+        note(evaluation=(policy.temperature, policy.max_new_tokens, set(reward_tokens), at, max_turns),
+             evaluation_tasks=[env.task for env in envs])
         return [Trajectory([0], [0], reward=float(n < at - 2)) for n in range(len(reward_tokens))]
 
     def groups(tasks, make_env, policy, tokenizer, generator, **given):
         seeds = generator.initial_seed(), policy.generator.initial_seed()
-        at = policy.temperature, policy.max_new_tokens, weight(policy.model)
-        note("shown", (requests(tasks), at, seeds, given))
+        note(shown=(tasks, (policy.temperature, policy.max_new_tokens, weight(policy.model)), seeds, given))
         return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
 
-    def demonstrate(tasks, *rest, **more):
-        note("demonstrations", requests(tasks))
-        return real["demonstrate"](tasks, *rest, **more)
+    def begin(args, seed, name, log):
+        part.append((seed, name))
 
-    def load(args, seed, weights=None):
-        if weights is None:
-            note("base model", seed)
-        return real["load"](args, seed, weights)
-
-    def watched(run):
-        def watched_run(args, seed, name, log):
-            part.append((seed, name))
-            return run(args, seed, name, log)
-        return watched_run
-
-    stand_ins = dict(rctp_step=rctp_step, rcgrpo_step=rcgrpo_step, rollout=greedy, collect_groups=groups,
-                     load=load, demonstrate=demonstrate, fine_tune=watched(toy_env.fine_tune),
-                     reinforce=watched(toy_env.reinforce), plot=lambda runs, path: None)
+    stand_ins = {
+        "rctp_step": rctp_step, "rcgrpo_step": rcgrpo_step, "rollout": greedy, "collect_groups": groups,
+        "load": noting(lambda args, seed, weights=None: weights or note(base_model=seed), toy_env.load),
+        "demonstrate": noting(lambda tasks, *_, **__: note(demonstrations=tasks), toy_env.demonstrate),
+        "fine_tune": noting(begin, toy_env.fine_tune), "reinforce": noting(begin, toy_env.reinforce),
+        "plot": lambda runs, path: None}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(toy_env, name, stand_in)
@@ -2049,16 +2014,17 @@ def toy_record(tmp_path_factory):
     return record_toy(tmp_path_factory.mktemp("toy"))
 
 
-def test_toy_wiring(toy_record):
-    """Which model, which reward token, which temperature, which tasks, where."""
+def test_toy_every_arm_is_given_its_own_models_reward_tokens_and_temperatures(toy_record):
     def by_arm(what):
         return {arm: [value for part, value in toy_record[what] if part[1] == arm] for arm in toy_env.ARMS}
 
-    _, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(TINY_TOY)[0], 0)
-    assert {arm: set(values) for arm, values in by_arm("p").items()} == {
+    def values(what):
+        return [value for _, value in toy_record[what]]
+
+    assert {arm: set(given) for arm, given in by_arm("p").items()} == {
         "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
     tuned = 3.0  # the weight: 1, and two steps of stage 1
-    assert [value for _, value in toy_record["stage 1 weight"]] == [1.0, 2.0] * 2
+    assert values("stage 1 weight") == [1.0, 2.0] * 2
     for arm, evaluations in by_arm("evaluation").items():  # greedy, after 0, 10 and 11 updates
         own = {None} if arm == "sft+grpo" else {HIGH}
         expected = [(0, 8, own, tuned + updates, 8) for updates in (0, 10, 11)]
@@ -2069,18 +2035,33 @@ def test_toy_wiring(toy_record):
         assert by_arm("weights")[arm] == [(tuned + n, tuned) for n in range(11)]  # of the model, of pi_ref
         assert by_arm("policy")[arm] == [(1.0, 8, True, {"max_turns": 8})] * 11
     assert dict(toy_record["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
-    requests = [toy_env.request(task) for task in test]
-    assert all(tasks == requests for _, tasks in toy_record["evaluation tasks"])
-    assert {value for stage in (1, 2) for _, value in toy_record[f"stage {stage} decay"]} == {0}
-    shown = [value for _, value in toy_record["shown"]]
-    large = [toy_env.request(task) for task in test if brought_large(task)]
-    assert [(tasks, at) for tasks, at, _, _ in shown] == [(large, (1.0, 8, tuned))] * 2
-    common = {"G": 3, "stratified": False, "max_turns": 8}
-    assert [given for *_, given in shown] == [{**common, "p": None}, {**common, "p": 0.5}]
-    tokens = {}
-    for (_, init), value in toy_record["stage 1 tokens"]:
-        tokens.setdefault(init, set()).update(value)
+    assert {decay for stage in (1, 2) for decay in values(f"stage {stage} decay")} == {0}
+    tokens = {init: set().union(*(value for (_, part), value in toy_record["stage 1 tokens"] if part == init))
+              for init in ("sft", "rctp")}
     assert tokens == {"sft": {None}, "rctp": {HIGH, LOW}}
+    (test, *others), demonstrated = values("evaluation tasks"), values("demonstrations")[0]
+    assert len(test) == 4 and all(tasks == test for tasks in others)
+    large = list(filter(brought_large, test))
+    common = {"G": 3, "stratified": False, "max_turns": 8}
+    assert [(tasks, at, given) for tasks, at, _, given in values("shown")] == [
+        (large, (1.0, 8, tuned), {**common, "p": p}) for p in (None, 0.5)]
+    # one is large in half of the test and of reinforcement learning, and none in the demonstrations
+    drawn = [task for tasks in values("tasks") for task in tasks]
+    shares = [len(list(filter(brought_large, tasks))) / len(tasks) for tasks in (demonstrated, test, drawn)]
+    assert shares == [0, 0.5, 0.5]
+
+
+def test_toy_held_out_tasks_are_held_out(monkeypatch):
+    """No random number of a seed is drawn twice, so none of its tasks is."""
+    args, drawn = toy_env.parse_arguments([])[0], []
+    monkeypatch.setattr(toy_env, "rcgrpo_step", noting(
+        lambda *given, **_: drawn.extend(map(str, given[3])), lambda *_, **__: ({}, [])))
+    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
+    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
+    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
+    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
+    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
+    assert len(drawn) == 640 and not set(drawn) & set(map(str, demonstrated + test))
 
 
 @pytest.mark.parametrize("flags, changed", [
@@ -2092,11 +2073,14 @@ def test_toy_wiring(toy_record):
     ("--ratio trajectory", "ratio"),
     ("--group-size 4", "G, shown"),
     ("--batch 4", "stage 1 batch"),
-    ("--tokens-per-pass 99", "tokens_per_pass, stage 1 tokens_per_pass"),
+    ("--tokens-per-pass 99", "tokens per pass, stage 1 tokens per pass"),
     ("--max-new-tokens 9", "policy, evaluation, shown"),
     ("--tasks-per-step 3", "tasks"),
+    ("--demonstrations 7", "demonstrations, evaluation tasks, shown"),
     ("--test-tasks 6", "evaluation tasks, shown, summary"),
     ("--seed 1", "base model, demonstrations, tasks, evaluation tasks, random numbers, shown"),
+    ("--steps 12", "lengths of stage 2"),
+    ("--stage1-steps 3", "lengths of stage 1"),
 ])
 def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_record, tmp_path):
     def values(record):  # without the names of the parts, which tell the seed
@@ -2104,46 +2088,46 @@ def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy
 
     before, after = values(toy_record), values(record_toy(tmp_path, *flags.split()))
     differ = {what for what in before | after if before.get(what) != after.get(what)}
-    by_chance = {"stage 1 tokens"}  # of batches drawn at random
-    assert differ | by_chance == set(changed.split(", ")) | by_chance
+    if "lengths" in changed:
+        more = [len(after[what]) - len(before[what]) for what in ("stage 1 lr", "stage 2 lr")]
+        assert more == {"--stage1-steps 3": [2, 0], "--steps 12": [0, 4]}[flags]
+    else:
+        by_chance = {"stage 1 tokens"}  # of batches drawn at random
+        assert differ | by_chance == set(changed.split(", ")) | by_chance
 
 
-@pytest.mark.parametrize("flags, changed", [("--steps 12", "reinforce"), ("--stage1-steps 3", "fine_tune")])
-def test_toy_numbers_of_steps_arrive(flags, changed, toy_record, tmp_path):
-    after = record_toy(tmp_path, *flags.split())
-    steps = {"reinforce": len(after["beta"]) - len(toy_record["beta"]),
-             "fine_tune": len(after["stage 1 lr"]) - len(toy_record["stage 1 lr"])}
-    assert steps == {"reinforce": 4 * (changed == "reinforce"), "fine_tune": 2 * (changed == "fine_tune")}
+TINY_RUN = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
+
+
+def toy_metrics(folder):
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+
+FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
+FORKS.set_forkserver_preload([__name__])
 
 
 def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
-    flags = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
     one, two = ["--out", str(tmp_path / "one")], ["--out", str(tmp_path / "two")]
-    toy_env.main([*flags, *one])
+    toy_env.main([*TINY_RUN, *one])
     screen = capsys.readouterr().out
-    fork = toy_env.multiprocessing.get_context("fork")  # spawn, which is right, starts slowly
-    monkeypatch.setattr(toy_env.multiprocessing, "get_context", lambda method: fork)
-    toy_env.main([*flags, *two, "--jobs", "2"])
-
-    def metrics(folder):
-        lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
-        return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
-
-    lines, summary = metrics("one"), json.loads((tmp_path / "one" / "summary.json").read_text())
-    assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)
+    toy_env.main([*TINY_RUN, *two, "--jobs", "2"])
+    lines, summary = toy_metrics(tmp_path / "one"), json.loads((tmp_path / "one/summary.json").read_text())
+    assert toy_metrics(tmp_path / "two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
     assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
     assert list(summary["arms"]) == list(toy_env.ARMS)
     keys = {"success": "success", "sigma": "sigma", "zero_std": "zero_std", "sigma2": "sigma2",
             "floor": "sigma2_floor", "reward_high_minus_low": "reward_high_minus_low"}
-    for arm, numbers in summary["arms"].items():
-        for seed in (0, 1):
-            curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
-            assert [line["step"] for line in curve if "success" in line] == [0, 2]
-            for name, key in keys.items():
-                first, last = ("before", "after") if name == "success" else ("first", "last")
-                values = [line[key] for line in curve if key in line]
-                assert numbers[f"{name}_{first}"][seed] == values[0]
-                assert numbers[f"{name}_{last}"][seed] == values[-1]
+    for (arm, numbers), seed in itertools.product(summary["arms"].items(), (0, 1)):
+        curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
+        assert [line["step"] for line in curve if "success" in line] == [0, 2]
+        for name, key in keys.items():
+            first, last = ("before", "after") if name == "success" else ("first", "last")
+            values = [line[key] for line in curve if key in line]
+            ends = [numbers[f"{name}_{end}"][seed] for end in (first, last)]
+            assert ends == [values[0], values[-1]]
         assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
 
     # the screen: two groups, then anything else; the table, the curves, three sentences
@@ -2160,77 +2144,66 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     assert len(table.strip().split("\n\n")[-2].split("\n")) == 3
 
     # what is finished is kept with --resume, and only then; other settings and damaged files are refused
-    ran, reinforce = [], toy_env.reinforce
-
-    def recorded(args, seed, name, log):
-        ran.append((seed, name))
-        return reinforce(args, seed, name, log)
-
-    monkeypatch.setattr(toy_env, "reinforce", recorded)
+    ran = []
+    monkeypatch.setattr(toy_env, "reinforce", noting(
+        lambda args, seed, name, log: ran.append((seed, name)), toy_env.reinforce))
     lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
     lost.unlink()
-    toy_env.main([*flags, *two, "--resume"])
-    assert ran == [(1, "rctp+grpo")] and metrics("two") == lines
+    toy_env.main([*TINY_RUN, *two, "--resume"])
+    assert ran == [(1, "rctp+grpo")] and toy_metrics(tmp_path / "two") == lines
     with pytest.raises(SystemExit, match="2"):
-        toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
+        toy_env.main([*TINY_RUN, *two, "--resume", "--lr", "0.1"])
     assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
     lost.write_text("{")
     with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
-        toy_env.main([*flags, *two, "--resume"])
-    toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
+        toy_env.main([*TINY_RUN, *two, "--resume"])
+    toy_env.main([*TINY_RUN, *two, "--seeds", "1", "--arms", "rctp+grpo"])
     assert ran[1:] == [(0, "rctp+grpo")] and not lost.exists()
 
 
 @pytest.mark.parametrize("flags, words", [
     ("--beta nan", "--beta: needs at least 0"),
-    ("--beta -1", "--beta: needs at least 0"),
     ("--lr inf", "--lr: needs at least 0.0 and at most 1.0"),
-    ("--stage1-lr nan", "--stage1-lr: needs"),
     ("--p-high 1.5", "at most 1.0"),
     ("--seed -1", "--seed: needs at least 0"),
     ("--group-size 1", "--group-size: needs at least 2"),
-    ("--seeds 0", "--seeds: needs at least 1"),
     ("--steps 2.5", "--steps: invalid"),
     ("--arms sft", "--arms: invalid choice"),
     ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
     ("--out {here}/file", "--out {here}/file cannot be used"),
     ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
+    ("--out {here}", "--out {here} is in use by another process"),
 ])
 def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(SystemExit, match="2"):
-        toy_env.main(flags.format(here=tmp_path).split())
+    with open(tmp_path / ".lock", "w") as lock:
+        toy_env.fcntl.flock(lock, toy_env.fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="2"):
+            toy_env.main(flags.format(here=tmp_path).split())
     *usage, last = capsys.readouterr().err.strip().split("\n")
     assert words.format(here=tmp_path) in last and usage[0].startswith("usage:")
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == [".lock", "file"] and (tmp_path / "file").read_text() == "mine"
 
 
 def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
-    tokenizer = byte_level_tokenizer()
+    tokenizer, batches = byte_level_tokenizer(), []
     tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    batches = []
-
-    def recorded(model, optimizer, batch, tokens_per_pass):
-        batches.append(batch)
-        return rctp_step(model, optimizer, batch, tokens_per_pass)
-
-    monkeypatch.setattr(toy_env, "rctp_step", recorded)
+    monkeypatch.setattr(toy_env, "rctp_step", noting(
+        lambda model, optimizer, batch, *_: batches.append(batch), rctp_step))
     flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
              "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     toy_env.main(flags)
     screen = capsys.readouterr().out
     assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
-    args, _ = toy_env.parse_arguments(flags)
+    args, trained = toy_env.parse_arguments(flags)[0], tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
     assert (args.lr, args.max_new_tokens, args.tokens_per_pass, args.group_size) == (1e-5, 24, 4096, 3)
-    trained = tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
-    (before, _, _), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
+    (before, *_), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
     assert after.dtype == torch.float32 and not torch.equal(before.lm_head.weight, after.lm_head.weight)
     saved = AutoTokenizer.from_pretrained(trained)
     assert saved.convert_tokens_to_ids([HIGH, LOW]) == after.config.reward_token_ids
-    manual, request = make_env(toy_env.make_task(np.random.default_rng(0), 1)).reset()
-    assert manual["role"] == "system" and request["role"] == "user"
+    manual, _ = make_env(toy_env.make_task(np.random.default_rng(0), 1)).reset()
     assert all(tool in manual["content"] for tool in [*toy_env.TOOL.values(), "cart", "find", "done"])
     opening = f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 "
     for trajectory in batches[0]:
@@ -2238,66 +2211,59 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
         assert text.startswith(opening) and f"[Reward Goal: {trajectory.reward_token}]<|im_end|>" in text
 
 
-def test_toy_closing_sentences_follow_the_numbers():
-    def sentences(arm="sft+grpo", **changed):
-        numbers = dict(success_before=0.5, success_after=0.5, zero_std_first=0.9,
-                       reward_high_minus_low_first=0.4, reward_high_minus_low_last=0.1)
-        arms = {arm: dict(numbers) for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
-        arms[arm].update(changed)
-        for arm, numbers in arms.items():
-            arms[arm] = {name: [value] * 2 for name, value in numbers.items()}
-        return list(toy_env.closing_sentences(arms, 7))
-
-    sft, rc, gap = sentences()
-    assert "90% of its first groups" in sft and "in 7 steps held-out success hardly moved, 0.50" in sft
-    assert "hardly moved" in rc and "level with RCTP+GRPO (0.50" in rc and "next to nothing" not in rc
-    assert "0.40±0.00 -> 0.10±0.00: the gap narrowed" in gap
-    _, rc, _ = sentences("rctp+rc-grpo", success_after=0.9)
-    assert "success rose" in rc and "above" in rc
-    _, rc, _ = sentences("rctp+rc-grpo", success_after=0.3)
-    assert "success fell" in rc and "below" in rc
-    assert "next to nothing" in sentences("sft+grpo", success_before=0.02)[0]
-    for changed, words in (({"first": 0.01}, "no difference"), ({"last": None}, "no difference"),
-                           ({"last": 0.41}, "the gap stayed"), ({"last": 0.8}, "the gap widened")):
-        (end, value), = changed.items()
-        assert words in sentences("rctp+rc-grpo", **{f"reward_high_minus_low_{end}": value})[2]
+@pytest.mark.parametrize("arm, changed, sentence, words", [
+    ("sft+grpo", {}, 0, "90% of its first groups had sigma_g = 0"),
+    ("sft+grpo", {}, 0, "in 7 steps held-out success hardly moved, 0.50±0.00 -> 0.50±0.00 ("),
+    ("sft+grpo", {"success_before": 0.02}, 0, "success rose, 0.02±0.00 -> 0.50±0.00 (stage 1 has"),
+    ("rctp+rc-grpo", {}, 1, "hardly moved, 0.50±0.00 -> 0.50±0.00, level with RCTP+GRPO (0.50±0.00)"),
+    ("rctp+rc-grpo", {"success_after": 0.9}, 1, "success rose, 0.50±0.00 -> 0.90±0.00, above"),
+    ("rctp+rc-grpo", {"success_after": 0.3}, 1, "success fell, 0.50±0.00 -> 0.30±0.00, below"),
+    ("rctp+rc-grpo", {}, 2, "0.40±0.00 -> 0.10±0.00: the gap narrowed"),
+    ("rctp+rc-grpo", {"reward_high_minus_low_first": 0.01}, 2, "no difference"),
+    ("rctp+rc-grpo", {"reward_high_minus_low_last": None}, 2, "no difference"),
+    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.41}, 2, "the gap stayed"),
+    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.8}, 2, "the gap widened"),
+])
+def test_toy_closing_sentences_follow_the_numbers(arm, changed, sentence, words):
+    numbers = dict(success_before=0.5, success_after=0.5, zero_std_first=0.9,
+                   reward_high_minus_low_first=0.4, reward_high_minus_low_last=0.1)
+    arms = {arm: dict(numbers) for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
+    arms[arm].update(changed)
+    seeds = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm, numbers in arms.items()}
+    assert words in list(toy_env.closing_sentences(seeds, 7))[sentence]
 
 
-def test_toy_out_belongs_to_one_process_at_a_time(tmp_path, monkeypatch, capsys):
-    args, parser = toy_env.parse_arguments(["--out", str(tmp_path), *TINY_TOY])
-    lock = toy_env.claim(args, parser)
-    with pytest.raises(SystemExit):
-        toy_env.claim(args, parser)
-    assert "in use by another process" in capsys.readouterr().err
-    lock.close()
-    toy_env.claim(args, parser).close()
-
-
-def test_toy_ctrl_c_ends_all_processes(tmp_path):
-    command = [sys.executable, HERE / "toy_env.py", "--jobs", "2", "--out", tmp_path / "out"]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    begun = [tmp_path / "out" / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
+def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
+    out, screen = tmp_path / "out", open(tmp_path / "screen", "w")
+    main = os.fork()
+    if not main:
+        os.setsid()  # ctrl-C reaches the processes that it starts, too
+        os.dup2(screen.fileno(), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            toy_env.main(["--jobs", "2", "--out", str(out)])
+        except SystemExit as stopped:
+            print(stopped, file=screen, flush=True)
+        finally:
+            os._exit(0)
+    begun = [out / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
     while not all(file.exists() and file.read_text() for file in begun):  # both work; metrics come as they go
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 1
-    assert "stopped; the same command with --resume goes on" in process.stderr.read()
-
-    def alive():
-        return [child for child in children if Path(f"/proc/{child}").exists()]
-
-    for _ in range(100):  # Python's own resource tracker goes last
-        time.sleep(0.1 * bool(alive()))
-    assert len(children) >= 2 and not alive()
+        assert os.waitpid(main, os.WNOHANG) == (0, 0)
+        time.sleep(0.1)
+    children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+    os.killpg(main, signal.SIGINT)
+    os.waitpid(main, 0)
+    said = (tmp_path / "screen").read_text()
+    assert "stopped; the same command with --resume goes on" in said and "Traceback" not in said
+    assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_toy_collapse_and_its_cure(tmp_path):
     """What the project is about, in fewer steps than by default: SFT + GRPO has almost no group with variance
     and gains nothing; RCTP + RC-GRPO has many, and begins to solve what nobody demonstrated. Seed 1."""
-    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "200",
-                  "--steps", "40", "--test-tasks", "100", "--out", str(tmp_path)])
+    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "160",
+                  "--steps", "20", "--test-tasks", "60", "--out", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
     sft, rc = ({name: seeds[0] for name, seeds in arm.items()} for arm in summary["arms"].values())
     assert min(sft["success_before"], rc["success_before"]) > 0.4  # both know what was demonstrated
@@ -2307,9 +2273,7 @@ def test_toy_collapse_and_its_cure(tmp_path):
     assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
-# ============================================================================================================
-# train_bfcl.py: helpers
-# ============================================================================================================
+# ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
 
 TASKS = bfcl.load_tasks()
 TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
@@ -2346,916 +2310,6 @@ def names(env) -> list:
     return [tool["function"]["name"] for tool in env.tools]
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """A helper of the test's own, with limits to set before its first call; a short time by default."""
-    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
-    monkeypatch.setattr(bfcl, "WORKER", own)
-    yield own
-    own.close()
-
-
-# ============================================================================================================
-# train_bfcl.py: tasks and splits
-# ============================================================================================================
-
-def test_bfcl_tasks_come_in_order_and_untouched():
-    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
-    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
-    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
-
-
-@pytest.mark.parametrize("found", [None, "2025.1.1"])
-def test_bfcl_missing_or_other_package_says_what_to_install(monkeypatch, found):
-    def version(name):
-        if found is None:
-            raise bfcl.importlib.metadata.PackageNotFoundError(name)
-        return found
-    monkeypatch.setattr(bfcl.importlib.metadata, "version", version)
-    with pytest.raises(RuntimeError, match="pip install --no-deps bfcl-eval==2026.3.23"):
-        bfcl.load_tasks()
-
-
-def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
-    train, test = bfcl.split_tasks(TASKS, "paper")
-    shuffled = list(TASKS)
-    random.seed(42)
-    random.shuffle(shuffled)
-    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
-    counts = [sum(t["id"].rsplit("_", 1)[0].endswith(c) for t in test) for c in bfcl.CATEGORIES]
-    assert counts == [18, 23, 17, 22]
-    assert bfcl.leaked(train, test) == 77
-
-
-def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
-    def number(task):
-        return task["id"].split("_")[-1]
-
-    def gold(task):
-        return str([call for turn in task["ground_truth"] for call in turn])
-
-    train, test = bfcl.split_tasks(TASKS, "grouped")
-    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
-    assert not {number(t) for t in train} & {number(t) for t in test}
-    assert not {gold(t) for t in train} & {gold(t) for t in test}
-    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
-    pair = [t for t in TASKS if number(t) in ("107", "136")]  # the same gold under two numbers
-    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
-
-
-@pytest.mark.parametrize("call, words", [
-    (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
-    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
-    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
-    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset() first"),
-    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset() first"),
-])
-def test_bfcl_refusals(call, words):
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
-        call()
-
-
-# ============================================================================================================
-# train_bfcl.py: tools and the prompt that shows them
-# ============================================================================================================
-
-def test_bfcl_tool_docs_use_json_schema_types_only():
-    def types(node):
-        if isinstance(node, dict):
-            for key, value in node.items():
-                yield from [value] if key == "type" and isinstance(value, str) else types(value)
-        elif isinstance(node, list):
-            for item in node:
-                yield from types(item)
-    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
-    assert len(everything) == 129  # 128 methods and done
-    assert set(types([t["function"]["parameters"] for t in everything.values()])) <= {
-        "object", "number", "integer", "string", "array", "boolean"}
-    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
-    assert all(set(t) == {"type", "function"} for t in everything.values())
-    assert all(set(t["function"]) == {"name", "description", "parameters"} for t in everything.values())
-    named_type = {"type": "dict", "properties": {"type": {"type": "float"}}}
-    assert bfcl.json_schema(named_type) == {"type": "object", "properties": {"type": {"type": "number"}}}
-
-
-def test_bfcl_excluded_functions_are_neither_shown_nor_callable():
-    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
-    assert len(excluded) == 18
-    for task in excluded:
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(task, protocol)
-            system = env.reset()[0]["content"]
-            for name in task["excluded_function"]:
-                assert name not in names(env) and f'"name": "{name}"' not in system
-                assert "no tool named" in ask(env, name, file_name="x")
-    env = opened("base_0", excluded_function=["mv"])  # even if the gold answer needs it
-    assert "no tool named" in ask(env, "mv", source="a", destination="b")
-
-
-def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
-    for task in [t for t in TASKS if "missed_function" in t]:
-        env = BFCLEnv(task, "turns")
-        env.reset()
-        late = {name for group in task["missed_function"].values() for name in group}
-        for turn in range(len(task["question"])):
-            hidden = {n for when, group in task["missed_function"].items() if int(when) > turn for n in group}
-            assert hidden.isdisjoint(names(env)) and late - hidden <= set(names(env))
-            last = [entry for entry in env.log if entry["role"] == "user"][-1]["content"]
-            if str(turn) in task["missed_function"]:
-                assert last.endswith("</tools>\nI have updated some more functions you can choose from. "
-                                     "What about now?")
-                assert all(f'"name": "{n}"' in last for n in task["missed_function"][str(turn)])
-            else:
-                assert last == task["question"][turn][0]["content"]
-            env.step("Nothing.")
-        assert late <= set(names(opened(task["id"][11:])))  # combined: there from the start
-    env = opened("miss_func_0", "turns")
-    assert "no tool named 'sort'" in ask(env, "sort", file_name="x")
-    assert env.calls == []
-
-
-def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
-    env = BFCLEnv(TASK["miss_func_0"])
-    system, user = env.reset()
-    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
-    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
-    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
-    assert names(env)[-1] == "done" and "root" not in user["content"]
-    assert env.log == [system, user]
-
-
-def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
-    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
-    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(TASK[name], protocol)
-            messages = env.reset()
-            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
-            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
-            shown = opened(name, protocol).tools
-            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
-            assert ours == theirs
-            text = llama.apply_chat_template(messages, tokenize=False)
-            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
-
-
-# ============================================================================================================
-# train_bfcl.py: parsing what the model says
-# ============================================================================================================
-
-A = {"a": [1, "x"]}
-TAGS = {"content": 'a</tool_call>\n<tool_call>b<think>c</think>"{}\\'}
-
-
-def block(name="f", **fields) -> str:
-    return f"<tool_call>{json.dumps({'name': name, **fields})}</tool_call>"
-
-
-@pytest.mark.parametrize("text, expected", [
-    # the frame
-    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),
-    (f"<tool_call>\n\n {LS}\n </tool_call>", [("ls", {})]),
-    (f"I would call {LS} now </tool_call>", []),
-    ("", []),
-    (f"<tool_call>{LS}", [("ls", {})]),  # complete, unclosed
-    (f"<tool_call>{LS} \n", [("ls", {})]),
-    (f"<tool_call>{LS} and so on", [str]),
-    (f"<tool_call>{LS}</tool_cal", [str]),
-    (f"<tool_call>{LS}<tool_call>{LS}</tool_call>", [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": tr</tool_call>', [str]),
-    (f"<tool_call>{LS}{LS}</tool_call>", [str]),
-    (f"<tool_call>{LS} <b> </tool_call> <tool_call>{LS}</tool_call>", [str, ("ls", {})]),
-    (f"<tool_call>{{bad</tool_call> <tool_call>\n{LS}\n</tool_call>", [str, ("ls", {})]),
-    (f'<tool_call>{{"name": "ls}}</tool_call>\n<tool_call>{LS}</tool_call>', [str, ("ls", {})]),  # no quote
-    (f"<tool_call>{LS}</tool_call><tool_call>[{LS}]</tool_call><tool_call>{LS}</tool_call>",
-     [("ls", {}), str, ("ls", {})]),
-    (f"<tool_call><tool_call>{LS}</tool_call>", [str]),
-    ('<tool_call>"ls"</tool_call><tool_call>null</tool_call><tool_call></tool_call>', [str, str, str]),
-    # a block ends where its object ends: tags inside its strings are text
-    ('<tool_call>{"name": "echo", "arguments": {"content": "a</tool_call>b"}}</tool_call>',
-     [("echo", {"content": "a</tool_call>b"})]),
-    (block("echo", arguments=TAGS) + block(), [("echo", TAGS), ("f", {})]),
-    (block("echo", arguments=json.dumps(TAGS)) + block(), [("echo", TAGS), ("f", {})]),
-    (block("</tool_call>", arguments={"</tool_call>": 1}), [("</tool_call>", {"</tool_call>": 1})]),
-    (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
-    # thoughts do not run
-    (f"<think>maybe {block('rm')}</think>{block('ls')}", [("ls", {})]),
-    (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
-    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
-    (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
-    (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
-    (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
-    (f"<think></think>{block('echo', arguments=TAGS)}", [("echo", TAGS)]),
-    (f"<THINK>{block('ls')}</THINK> </ think>", [("ls", {})]),  # another word
-    # nothing is repaired, no type is changed
-    ("<tool_call>{'name':'ls','arguments':{'a':True}}</tool_call>", [str]),
-    ('<tool_call>{"name": "ls", "arguments": {"a": 1,}}</tool_call>', [str]),
-    (f"<tool_call>```json\n{LS}\n```</tool_call>", [str]),
-    (block("grep", arguments={"pattern": "[^,]+, }"}), [("grep", {"pattern": "[^,]+, }"})]),
-    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
-     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
-    # arguments
-    (block(), [("f", {})]),
-    (block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 3),
-    (block(arguments=json.dumps(A)), [("f", A)]),
-    (block(arguments=json.dumps(json.dumps(A))), [str]),
-    (block(arguments="[1]") + block(arguments="null") + block(arguments=" "), [str] * 3),
-    (block(arguments=3) + block(arguments=False) + block(arguments=[]), [str] * 3),
-    (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
-    (block(arguments={}, parameters={"a": 1}), [str]),
-    (block(3) + "<tool_call>{}</tool_call>", [str, str]),
-    # numbers, characters, keys, depth
-    ("<tool_call>" + "[" * 100_000 + "</tool_call>", [str]),
-    ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>" + block(), [str, ("f", {})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 31 + "]" * 31 + "}}</tool_call>", [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 30 + "]" * 30 + "}}</tool_call>", [tuple]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": [{"b": -Infinity}]}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": [{"b": 1e999}]}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1e999}"}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', [str]),
-    ('<tool_call>{"name": "f", "name": "g"}</tool_call>', [str]),
-])
-def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
-    items = parse_tool_calls(text)
-    assert len(items) == len(expected)
-    for item, right in zip(items, expected, strict=True):
-        assert isinstance(item, right) if isinstance(right, type) else item == right
-
-
-def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
-    rng = random.Random(0)
-    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", '\\"', "{", "\n", "<", "a"]
-    between = ["", "and", '"', "\\", "{", "</tool_call>", "<think>x</think>", "<think><tool_call></think>"]
-    for _ in range(2000):
-        calls, text = [], rng.choice(["", '<tool_call>"</think>', "<tool_call>{</think>"])
-        for _ in range(rng.randrange(4)):
-            words = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(3)]
-            calls.append((words[0], {words[1]: [words[2]]}))
-            text += say(calls[-1]) + rng.choice(between)
-        assert parse_tool_calls(text) == calls, text
-
-
-@pytest.mark.parametrize("piece", [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
-    "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
-    '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
-    '<tool_call>{"a": "</think>'])
-def test_bfcl_parsing_time_is_linear_in_the_text(piece):
-    start = time.process_time()
-    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 3
-
-
-# ============================================================================================================
-# train_bfcl.py: running calls, and gold. The judge is the benchmark's own executor and checker, in its own
-# processes
-# ============================================================================================================
-
-JUDGE = """
-import importlib, json, os, sys, time
-from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
-
-def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
-    gold = task["ground_truth"]
-    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
-
-def observations(task, turns):
-    calls = [call for turn in turns for step in turn for call in step]
-    results, _ = execute_multi_turn_func_call(
-        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
-        long_context="long_context" in task["id"])
-    return results
-
-trajectories = json.load(sys.stdin)
-for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
-    importlib.import_module(CLASS_FILE_PATH_MAPPING[api])  # once, here, and not in every child
-if sys.argv[1] == "seconds":
-    start = time.process_time()
-    assert all(verdict(*trajectory) for trajectory in trajectories)
-    print(time.process_time() - start)
-    sys.exit()
-judge = {"verdict": verdict, "observations": observations}[sys.argv[1]]
-for trajectory in trajectories:
-    pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
-    if not pid:
-        print(json.dumps(judge(*trajectory)), flush=True)
-        os._exit(0)
-    os.waitpid(pid, 0)
-"""
-
-
-def ask_judge(question: str, trajectories: list) -> list:
-    """trajectories: (task, turns of steps of call strings)."""
-    out = subprocess.run([sys.executable, "-c", JUDGE, question], input=json.dumps(trajectories), text=True,
-                         stdout=subprocess.PIPE, check=True).stdout
-    return [json.loads(line) for line in out.splitlines()]
-
-
-def test_bfcl_all_4625_gold_calls_convert_and_give_the_official_observations():
-    calls = [call for task in TASKS for turn in bfcl.gold_turns(task) for call in turn]
-    assert len(calls) == 4625
-    ours = []
-    for task in TASKS:
-        _, replay = bfcl.scenario(json.dumps(task))
-        ours.append([text for turn in replay for text in turn.observations])
-    official = ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
-    assert ours == official
-    assert ("sort", {"file_name": "final_report.pdf"}) in calls
-    texts = [text for task in TASKS for turn in task["ground_truth"] for text in turn]
-    written = [ast.parse(text, mode="eval").body for text in texts]
-    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
-    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
-    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
-
-
-def test_bfcl_all_800_combined_expert_replays_score_1_in_less_than_twice_the_official_time():
-    plans = [expert_turns(task, "combined") for task in TASKS]
-    replays = [(task, [[calls] if calls else [] for calls in task["ground_truth"]]) for task in TASKS]
-
-    def ratio():
-        bfcl.scenario.cache_clear()
-        start = time.process_time()
-        envs = [play(task, texts) for task, texts in zip(TASKS, plans, strict=True)]
-        seconds = time.process_time() - start
-        for task, env in zip(TASKS, envs, strict=True):
-            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
-            assert env.calls == [call for turn in bfcl.gold_turns(task) for call in turn]
-            json.dumps(env.log)
-        (official,) = ask_judge("seconds", replays)
-        print(f"environment / official executor and checker: {seconds / official:.2f}")
-        return seconds / official
-
-    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
-
-
-def test_bfcl_all_800_expert_replays_in_turns_score_1_and_observations_are_cut_but_checked_whole():
-    cut = 0
-    for task in TASKS:
-        env = play(task, expert_turns(task, "turns"), "turns")
-        assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
-        assert env.calls == [call for turn in bfcl.gold_turns(task) for call in turn]
-        json.dumps(env.log)
-        for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
-            assert len(text) <= bfcl.OBSERVATION_LIMIT
-            cut += text.endswith(bfcl.CUT_MARK)
-            assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
-    assert cut > 100
-
-
-def test_bfcl_an_observation_is_cut_when_it_is_longer_than_the_limit():
-    limit, env = bfcl.OBSERVATION_LIMIT, opened("base_0")
-    frame = len(json.dumps({"terminal_output": ""}))
-    whole = ask(env, "echo", content="x" * (limit - frame))
-    assert whole == json.dumps({"terminal_output": "x" * (limit - frame)}) and len(whole) == limit
-    cut = ask(env, "echo", content="x" * (limit - frame + 1))
-    assert cut == whole[:limit - len(bfcl.CUT_MARK)] + bfcl.CUT_MARK
-
-
-KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
-         "unknown", "one by one", "state", "loop", "loop last")
-
-
-def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
-    """A trajectory for the turns protocol, as texts."""
-    texts = expert_turns(task, "turns")
-    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
-    i = rng.choice(with_calls)
-    calls = parse_tool_calls(texts[i])
-    if kind == "corrupt":
-        return bfcl.corrupt_turns(task, texts, rng)
-    if kind == "extra":
-        texts[i] = say(*calls, rng.choice(calls))
-    elif kind == "reorder":
-        texts[i] = say(*reversed(calls))
-    elif kind == "drop turn":
-        del texts[i]
-    elif kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
-        texts[i:i + 1] = []
-        texts.insert(0, say(*calls))
-    elif kind == "malformed":
-        texts[i] = texts[i].replace("}}\n", "}\n", 1)
-    elif kind == "unknown":
-        texts[i] = say(("no_such_tool", {"a": 1})) + "\n" + texts[i]
-    elif kind == "one by one":
-        texts[i:i + 1] = [say(call) for call in calls]
-    elif kind == "state":
-        api = task["involved_classes"][0]
-        extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
-                 "TwitterAPI": ("post_tweet", {"content": "hm"}),
-                 "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
-                 "TradingBot": ("fund_account", {"amount": 5})}
-        texts[i] = say(*calls, extra.get(api, calls[0]))
-    elif kind.startswith("loop"):
-        i = with_calls[-1] if kind == "loop last" else i
-        texts[i:i + 1] = [texts[i]] + [say(calls[-1])] * 22
-    return texts
-
-
-def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
-    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
-    A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
-    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
-    for text in texts + ["That is all."] * 10:
-        shown = names(env)
-        calls = []
-        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
-            name = name if name in shown else "hidden_" + name
-            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
-        steps += [calls] if calls else []
-        messages = env.step(text)
-        if messages is None or messages[-1]["role"] == "user":
-            turns, steps = turns + [steps], []
-        if messages is None:
-            return env, turns
-    raise AssertionError("the episode did not end")
-
-
-def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
-    rng, trajectories, ours, kinds = random.Random(1), [], [], []
-    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
-    for number in range(420):
-        task, kind = rng.choice(pool), KINDS[number % len(KINDS)]
-        env, turns = play_turns(task, spoil(kind, task, rng))
-        trajectories.append((task, turns))
-        ours.append(env.reward() == 1)
-        kinds.append((task["id"], kind, env.reason))
-    official = ask_judge("verdict", trajectories)
-    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
-    assert 100 < sum(ours) < 320  # both verdicts are well represented
-    for words in ("no call", "state", "response", "step limit"):
-        assert any(words in reason for _, _, reason in kinds)
-
-
-def test_bfcl_odd_results_have_one_text():
-    env = opened(MATH)
-    assert ask(env, "logarithm", value=20, base=10, precision=5) == "{'result': mpf('1.3010292')}"
-    assert ask(env, "power", base=-8, exponent=0.5).startswith("{'result': (1.7")
-    assert "Exceeds the limit" in ask(env, "power", base=10, exponent=5000)
-    assert ask(opened("base_0"), "mkdir", dir_name="new") == "None"
-
-
-def test_bfcl_decimal_precision_stays_with_its_call():
-    import decimal
-    context = decimal.getcontext().copy()
-    env = opened(MATH)
-    assert ask(env, "square_root", number=2, precision=3) == "{'result': Decimal('1.41')}"
-    assert ask(env, "square_root", number=2, precision=10) == "{'result': Decimal('1.414213562')}"
-    assert repr(decimal.getcontext()) == repr(context)
-
-
-def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
-    env = opened("base_0")
-    for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
-        assert ask(env, name, **arguments).startswith("Error during execution: " + name)
-    assert env.calls == []
-    assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
-    assert env.calls == [("cat", {"file_name": 5})]
-    messages = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
-    assert [m["role"] for m in messages] == ["tool", "tool"] and messages[0]["content"].startswith("Error")
-    assert json.loads(messages[1]["content"]) == {"current_working_directory": "document"}
-
-
-def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
-    env = opened("base_0")
-    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
-                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add",
-                 f"open('{tmp_path}/x','w').close"):
-        assert ask(env, name).startswith("Error during execution: there is no tool named")
-    assert env.calls == [] and not list(tmp_path.iterdir())
-
-
-# ============================================================================================================
-# train_bfcl.py: the helper process for calls that may not end
-# ============================================================================================================
-
-@pytest.mark.parametrize("name, arguments", [
-    ("power", {"base": 10, "exponent": 100_000_000}),
-    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
-    ("square_root", {"number": 2, "precision": 50_000_000}),
-    ("round_number", {"number": 5, "decimal_places": -10**9})])
-def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
-    env, other = opened(MATH), opened(MATH)
-    add = ("add", {"a": 1, "b": 2})
-    messages = env.step(say(add, (name, arguments), add, ("done", {})))
-    assert [m["content"] for m in messages] == [
-        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
-        *["Error: not run after a stopped call"] * 2]
-    assert env.calls == [add]
-    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
-
-
-def test_bfcl_the_limits_are_those_that_are_documented():
-    start = time.monotonic()
-    env = opened(MATH)
-    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
-    assert 1.5 < time.monotonic() - start < 30
-    assert (bfcl.CALL_SECONDS, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS) == (2, 2**30, 10**6)
-    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
-    if sys.platform == "linux":
-        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
-    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
-    env = opened(MATH, protocol)
-    assert len(env.step(endless)) == 2
-    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
-    assert env.step(endless) is None
-    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
-    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
-    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
-    env.reset()
-    assert env.step(endless) is not None  # a new episode counts anew
-
-
-def folders_in_folders(levels: int) -> BFCLEnv:
-    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
-    env = opened("base_0", excluded_function=[])
-    for level in range(levels):
-        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
-        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
-                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
-                     ("cd", {"folder": ".."})))
-    return env
-
-
-@pytest.mark.parametrize("limits", [
-    (0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS), (5, 2**27, bfcl.CALL_CHARACTERS)], ids=["time", "memory"])
-def test_bfcl_an_endless_file_tree_is_stopped_alike_in_every_environment(limits, worker):
-    worker.limits = limits
-    seen = []
-    for _ in range(4):
-        env = folders_in_folders(40)
-        seen.append((ask(env, "find", path="."), len(env.calls)))
-    assert seen == [("Error during execution: find was stopped, it needs too much time or memory", 200)] * 4
-    if limits[0] < 1:  # du needs no memory
-        assert "du was stopped" in ask(env, "du")
-
-
-def test_bfcl_what_a_call_may_use_does_not_depend_on_what_others_have_used(worker):
-    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
-    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
-    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
-    for instance in [fits, too_long, endless] * 2:
-        seen.append(worker.run(instance, "find", {"path": "."}) is None)
-    assert seen == [False, True, True] * 2
-
-
-def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
-    def find(instance, stack):
-        return find(instance, stack - 1) if stack else worker.run(instance, "find", {"path": "."})
-
-    env, seen = opened("base_0"), []
-    instance = env._instances["GorillaFileSystem"]
-    for level in range(260):
-        instance.mkdir("d")
-        instance.cd("d")
-        if level % 20 == 0:
-            instance.cd("/")
-            assert find(instance, 0) == find(instance, 300)
-            seen.append(find(instance, 0) is None)
-            for _ in range(level + 1):
-                instance.cd("d")
-    assert seen[0] is False
-
-
-API = '''
-import os, signal, subprocess, sys, time
-
-class Api:
-    def good(self): return {"result": 3}
-    def several_lines(self): return 'a\\n"b"\\n'
-    def prints(self):
-        print('"forged"', flush=True)
-        sys.__stdout__.write('"forged"\\n')
-        os.write(1, b'"forged"\\n')
-        subprocess.run(["echo", '"forged"'])
-        return "printed"
-    def prints_for_ever(self):
-        while True: print("x" * 1000)
-    def reads(self): return sys.stdin.read() + sys.stdin.read()
-    def asks(self): return input("?")
-    def raises(self): raise KeyError("k")
-    def leaves(self): sys.exit(0)
-    def interrupts(self): raise KeyboardInterrupt
-    def vanishes(self): os._exit(0)
-    def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
-    def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
-    def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
-    def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
-    def half_and_the_helper_too(self): self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
-    def write_part(self, part=b'"half an ans'):
-        for fd in range(3, 20):
-            try: os.write(fd, part)
-            except OSError: pass
-    def raises_memory(self): raise MemoryError
-    def needs_memory(self): return bytearray(2**31)
-    def hides_its_need(self):
-        lists = []
-        try:
-            while True: lists.append([1] * 10**5)
-        except MemoryError:
-            return "as if nothing had happened"
-    def recurses(self): return self.recurses()
-    def loops(self):
-        while True: pass
-    def says_much(self): return "x" * 1_000_001
-    def says_just_enough(self): return "x" * 1_000_000
-'''
-
-
-def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
-    (tmp_path / "an_api.py").write_text(API)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    api = importlib.import_module("an_api").Api()
-    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
-    answers = {
-        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
-        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
-    stopped = [
-        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
-        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
-        "recurses", "loops", "says_much"]
-    for name in [*answers, *stopped]:
-        assert worker.run(api, name, {}) == answers.get(name), name
-        assert worker.run(api, "good", {}) == '{"result": 3}', name
-    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
-    worker.process.wait()
-    assert worker.run(api, "good", {}) == '{"result": 3}'
-    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
-
-
-def test_bfcl_environments_may_run_in_threads_and_in_forked_processes():
-    def sums(number):
-        env = opened(MATH)
-        return [ask(env, "add", a=number, b=i) for i in range(30)]
-
-    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(sums, range(8))) == expected
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        os._exit(sums(5) != expected[5])
-    assert sums(6) == expected[6]
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_bfcl_import_needs_no_bfcl_eval_use_creates_no_folders_and_the_helper_ends_with_its_parent():
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(f"""
-        import sys, time
-        sys.modules["bfcl_eval"] = None
-        import train_bfcl as bfcl
-        del sys.modules["bfcl_eval"]
-        tasks = {{task["id"]: task for task in bfcl.load_tasks()}}
-        for protocol in ("combined", "turns"):
-            task = tasks["multi_turn_{MATH}"]
-            env = bfcl.BFCLEnv(task, protocol); env.reset()
-            for text in bfcl.expert_turns(task, protocol): env.step(text)
-            print(env.reward())
-        print("bfcl_eval.constants.eval_config" in sys.modules)  # it creates folders
-        env.reset()
-        env.step(bfcl.calls_text([("add", {{"a": 1, "b": 2}})]))
-        print(bfcl.WORKER.process.pid, flush=True)
-        time.sleep(60)""")], cwd=HERE, stdout=subprocess.PIPE, text=True)
-    assert [child.stdout.readline().strip() for _ in range(3)] == ["1.0", "1.0", "False"]
-    helper = int(child.stdout.readline())
-    os.kill(helper, 0)
-    child.kill()
-    child.wait()
-    for _ in range(100):
-        try:
-            os.kill(helper, 0)
-            state = open(f"/proc/{helper}/stat").read().rsplit(")", 1)[1].split()[0]
-            if state == "Z":  # ended; only its new parent has not asked yet
-                return
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the helper outlived its parent")
-
-
-# ============================================================================================================
-# train_bfcl.py: environment, experts and failures
-# ============================================================================================================
-
-def test_bfcl_wrong_and_perfect_rollouts_do_not_disturb_each_other_in_any_order():
-    for name in ("base_0", "long_context_160", "base_64", "base_120"):
-        task = TASK[name]
-        texts = expert_turns(task, "combined")
-        wrong, right = opened(name), opened(name)
-        for text in texts[:-2]:
-            wrong.step(text)
-            wrong.step(text)
-            right.step(text)
-        right.step(texts[-2])
-        right.step(texts[-1])
-        wrong.step(texts[-1])
-        assert (right.reward(), wrong.reward()) == (1.0, 0.0)
-        assert play(task, texts).reward() == 1.0
-
-
-def test_bfcl_module_level_data_of_the_benchmark_never_carries_over():
-    # post_tweet's default list and the long_context credit cards are shared objects in the benchmark
-    for _ in range(2):
-        env = opened("base_0")
-        env._instances["TwitterAPI"].authenticated = True
-        tweet = json.loads(ask(env, "post_tweet", content="hi"))
-        assert tweet["mentions"] == []
-        ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
-        assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
-    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
-    cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
-    env = opened(name, ground_truth=[[login]])
-    token = json.loads(env._gold[0].observations[0])["access_token"]
-    env = opened(name, ground_truth=[[
-        login, f"set_budget_limit({token!r}, 1)",
-        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
-    assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
-    first, second = opened(name), opened(name)
-    cards = first._instances["TravelAPI"].credit_card_list
-    before = copy.deepcopy(second._instances["TravelAPI"].credit_card_list)
-    for card in cards.values():
-        card["balance"] = -1
-    assert second._instances["TravelAPI"].credit_card_list == before
-    assert opened(name)._instances["TravelAPI"].credit_card_list == before
-
-
-def test_bfcl_random_numbers_are_each_rollouts_own():
-    state = random.getstate()
-    name = next(n for n, t in TASK.items() if "VehicleControlAPI" in t["involved_classes"])
-    alone = [ask(env, "get_current_speed") for env in [opened(name)] for _ in range(3)]
-    a, b = opened(name), opened(name)
-    mixed = [(ask(a, "get_current_speed"), ask(b, "get_current_speed")) for _ in range(3)]
-    assert mixed == [(x, x) for x in alone] and len(set(alone)) == 3
-    assert random.getstate() == state
-
-
-def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
-    """The gold state and the gold calls, these in any order, with any extra option."""
-    task = TASK["base_0"]
-    texts = expert_turns(task, "combined")
-    touch = say(("touch", {"file_name": "extra.txt"}))
-    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
-    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
-    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
-    listing = next(t for t in TASKS if "ls()" in bfcl.gold_list(t))
-    optional = [text.replace('"name": "ls", "arguments": {}', '"name": "ls", "arguments": {"a": true}')
-                for text in expert_turns(listing, "combined")]
-    assert optional != expert_turns(listing, "combined")
-    for played, messages, R_state, R_action, reason in (
-            (task, texts, 1, 1, "ok"),
-            (task, swapped, 1, 1, "ok"),
-            (listing, optional, 1, 1, "ok"),
-            (task, [*texts[:-1], touch, texts[-1]], 0, 1, "final state"),
-            (task, no_grep, 1, 0, "gold call not made: grep"),
-            (task, [*texts[:2], texts[-1]], 0, 0, "gold call not made"),
-            (task, texts[-1:], 0, 0, "gold call not made")):
-        env = play(played, messages)
-        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
-        assert env.reason.startswith(reason)
-
-
-@pytest.mark.parametrize("given, gold, equal", [
-    (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
-    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ([1], [1, 2], False), ([True], [1], False),
-    ({"a": 1}, {"a": 1.0}, True), ({"a": 1, "b": 2}, {"a": 1}, False), ({"a": True}, {"a": 1}, False),
-    (None, None, True), ("a", "A", False)])
-def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
-    assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
-
-
-def test_bfcl_the_rule_holds_in_the_reward():
-    task = TASK["miss_func_49"]  # its last gold call is logarithm(value=20, base=10, precision=2)
-    texts = expert_turns(task, "combined")
-    for value, reward in ((20, 1), (20.0, 1), ("20", 0), (20.5, 0), ([20], 0)):
-        texts[-2] = say(("logarithm", {"value": value, "base": 10.0, "precision": 2}))
-        assert play(task, texts).reward() == reward
-    texts[-2] = say(("logarithm", {"value": 20, "base": 10, "precision": 2.0}))  # the method refuses 2.0
-    assert play(task, texts).reward() == 1
-
-
-def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
-    first = ("cd", {"folder": "document"})
-    env = opened("base_0")
-    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
-    env = opened("base_0")
-    assert env.step("I cannot do this.") is None and env.reward() == 0
-    env = opened("base_0")
-    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
-    env.step(say(first))
-    assert env.reward() == 0 and env.reason == "the episode did not end"
-    env.close()
-    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
-    assert "no tool named 'done'" in ask(env, "done")
-
-
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
-    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
-    assert bfcl.MAX_STEPS == MAXIMUM_STEP_LIMIT
-    for protocol, steps in (("combined", 80), ("turns", 21)):
-        env = opened("base_0", protocol)
-        while env.step(say(("pwd", {}))) is not None:
-            assert len(env.calls) < 200
-        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-        assert "step limit reached" in env.reason or protocol == "turns"
-
-
-def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail():
-    rng = random.Random(0)
-    for protocol in ("combined", "turns"):
-        failures = 0
-        for task in rng.sample(TASKS, 100):
-            expert = expert_turns(task, protocol)
-            texts = bfcl.corrupt_turns(task, expert, rng)
-            assert texts != expert and texts[-1] == expert[-1]
-            for text in texts:
-                blocks = parse_tool_calls(text)
-                assert not any(isinstance(b, str) for b in blocks)
-                assert text == say(*blocks) if blocks else protocol == "turns"
-            env = play(task, texts, protocol)
-            assert env.reason != "the episode did not end"
-            failures += env.reward() == 0
-        assert failures > 60
-
-
-# ============================================================================================================
-# train_bfcl.py, the whole benchmark, against hostile messages
-# ============================================================================================================
-
-def hostile(rng: random.Random) -> str:
-    task = rng.choice(TASKS)
-    name, arguments = rng.choice([c for turn in bfcl.gold_turns(task) for c in turn])
-    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
-                        [[[]]], [1, "a"], {"a": {}}])
-    kind = rng.randrange(9)
-    if kind < 4 and arguments:
-        arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
-    if kind == 4:
-        name = rng.choice(["_load_scenario", "__init__", "__class__", "eval", "os.system", "done ", "",
-                           "_random", name.upper()])
-    text = say((name, arguments))
-    if kind == 5:
-        position = rng.randrange(len(text))
-        piece = rng.choice(['"', "{", "]", "\\", "<tool_call>", "</tool_call>", "<think>", "\ud83d", "NaN"])
-        text = text[:position] + piece + text[position:]
-    elif kind == 6:
-        text = text[:rng.randrange(len(text))]
-    elif kind == 7:
-        pieces = ["<tool_call>", "</tool_call>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "1e999",
-                  " ", "\udfff"]
-        text = "".join(rng.choices(pieces, k=30))
-    elif kind == 8:
-        text = text + rng.choice(["", "and\n"]) + text
-    return text
-
-
-def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
-    rng, start = random.Random(7), time.monotonic()
-    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
-    tasks = [TASK[name] for name in chosen]
-    envs = [BFCLEnv(task, protocol) for task in tasks for protocol in ("combined", "turns")]
-    for env in envs:
-        env.reset()
-    for _ in range(10_000):
-        env = rng.choice(envs)
-        shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
-        gold = {c[0] for c in env._gold[env._turn].calls}
-        messages = env.step(hostile(rng))
-        assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
-        assert all(len(m["content"]) <= bfcl.OBSERVATION_LIMIT for m in messages or [] if m["role"] == "tool")
-        for message in messages or []:
-            message["content"].encode()
-        if messages is None or rng.random() < 0.02:
-            json.dumps(env.log)
-            env.reset()
-    for env in envs:
-        env.close()
-    for task in tasks:
-        assert play(task, expert_turns(task, "turns"), "turns").reward() == 1
-    assert time.monotonic() - start < 40
-
-
-# ============================================================================================================
-# train_bfcl.py 1-5, 15, 17. Settings, pipeline, run folders
-# ============================================================================================================
-
-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """The tiny random model of --smoke."""
@@ -3272,16 +2326,12 @@ whole_pipeline = bfcl.pipeline
 
 
 def small_pipeline(settings, processes):
-    """The pipeline with prompts that list no tools, so that it is quick, and rewards that vary."""
+    """The pipeline with prompts that list no tools, so that it is quick, and rewards that vary; on a machine
+    with 16 GiB free."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bfcl, "system_text", lambda tools: bfcl.SYSTEM_PROMPT)
+        patch.setattr(bfcl, "memory_there", lambda processes: 2**34)
         whole_pipeline(settings, processes, bfcl.ParityEnv)
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """`bfcl.main` with the small pipeline."""
-    monkeypatch.setattr(bfcl, "pipeline", small_pipeline)
 
 
 def tiny_run(base, out, *more):
@@ -3315,11 +2365,6 @@ def whole_run(base, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def copied(whole_run, tmp_path):
-    return Path(shutil.copytree(whole_run, tmp_path / "copied"))
-
-
 def test_bfcl_the_defaults_are_the_papers():
     """Learning rates, batches, epochs, G, p, beta and clip of its table; what it does not say is ours."""
     def value(names, *flags):
@@ -3340,7 +2385,6 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
         ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1",
         "model", "eval.json", "trajectories.jsonl"}
-    assert not any((whole_run / "checkpoints").iterdir())  # the stages are over
     lines = read_lines(whole_run / "metrics.jsonl")
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
@@ -3354,11 +2398,11 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
         assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(line)
         assert [m["role"] for m in line["messages"][:2]] == ["system", "user"]
         assert line["reason"].startswith("ran into --max-tokens") == line["truncated"]
-    results = json.loads((whole_run / "eval.json").read_text())
-    assert results["goals"]["high"]["overall"]["n"] == 2 and results["goals"]["high"]["overall"]["k"] == 0
-    origins = [json.loads((whole_run / name / "rcgrpo.json").read_text()) for name in ("stage1", "model")]
-    assert [(o["init"], o["rl"], o["split"], o["seed"]) for o in origins] == [
-        ("rctp", "none", "grouped", 0), ("rctp", "rc-grpo", "grouped", 0)]
+    overall = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]["overall"]
+    assert (overall["n"], overall["k"]) == (2, 0)
+    for name, rl in (("stage1", "none"), ("model", "rc-grpo")):
+        origin = json.loads((whole_run / name / "rcgrpo.json").read_text())
+        assert origin.items() >= {"init": "rctp", "rl": rl, "split": "grouped", "seed": 0}.items()
 
 
 # ----- whatever kills a run: the same command with --resume makes the run that was not killed
@@ -3368,102 +2412,67 @@ class Killed(BaseException):
     pass
 
 
-def dies_after(place, stage=None, step=None):
-    """A run that ends just after Run.<place>, at this stage and step."""
-    def injury(base, out, monkeypatch):
-        survives = getattr(bfcl.Run, place)
+def dies(owner, name, call, after=True, error=Killed):
+    """A run in which this call, counted from 0, of a function raises, after or in place of its work."""
+    def injury(base, out):
+        function, calls = getattr(owner, name), itertools.count()
 
-        def dies(run, *args, **kwargs):
-            survives(run, *args, **kwargs)
-            if stage is None or args[:2] == (stage, step):
-                raise Killed
+        def deadly(*args, **kwargs):
+            last = next(calls) == call
+            result = None if last and not after else function(*args, **kwargs)
+            if last:
+                raise error
+            return result
 
-        monkeypatch.setattr(bfcl.Run, place, dies)
-        with pytest.raises(Killed):
-            tiny_run(base, out)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, deadly)
+            with pytest.raises((Killed, SystemExit)) as end:
+                tiny_run(base, out)
+        assert error is Killed or re.search("(?s)(stopped|No space left).*--resume", str(end.value.code))
     return injury
 
 
-def killed_before_its_checkpoints_were_removed(base, out, monkeypatch):
-    def dies(run, stage):
-        raise Killed
-
-    monkeypatch.setattr(bfcl.Run, "_remove_checkpoints", dies)
-    with pytest.raises(Killed):
-        tiny_run(base, out)
-    assert list((out / "checkpoints").glob("stage1-*")) and (out / "stage1").exists()
-
-
-def killed_by_the_kernel_while_it_saves(base, out, monkeypatch):
-    program = ("import sys, test_rcgrpo as spec; spec.bfcl.pipeline = spec.small_pipeline; "
-               "spec.bfcl.main(sys.argv[1:])")
-    run = subprocess.Popen([sys.executable, "-c", program, "--model", base, "--out", out, *TINY], cwd=HERE,
-                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list((out / "checkpoints").glob("stage2-*")) and time.monotonic() < deadline:
+def killed_by_the_kernel_while_it_saves(base, out):
+    run = FORKS.Process(target=tiny_run, args=(base, out))
+    run.start()
+    while not list((out / "checkpoints").glob("stage2-*")):
+        assert run.is_alive()
         time.sleep(0.02)
     with pytest.raises(SystemExit, match="another process is at work there"):
         tiny_run(base, out, "--resume")
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    run.kill()
+    run.join()
     (out / "checkpoints" / ".stage2-000009.part").mkdir()  # as if it had died in the middle of the next one
 
 
-def a_checkpoint_damaged_and_a_line_cut(base, out, monkeypatch):
-    dies_after("log", "stage2", 3)(base, out, monkeypatch)
+def a_checkpoint_damaged_and_a_line_cut(base, out):
+    dies(bfcl.Run, "log", 7)(base, out)
     *_, newest = sorted((out / "checkpoints").iterdir())
     assert newest.name == "stage2-000003"
-    for file in newest.iterdir():
+    for file in newest.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with open(out / "metrics.jsonl", "a") as metrics:
         metrics.write('{"stage": "sta')
 
 
-def a_full_disk(base, out, monkeypatch):
-    write_folder, saves = bfcl.write_folder, []
-
-    def full(folder, write, processes):
-        def half(part):
-            (part / "half").write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-
-        saves.append(folder)
-        write_folder(folder, half if folder.name == "stage2-000002" else write, processes)
-
-    monkeypatch.setattr(bfcl, "write_folder", full)
-    with pytest.raises(SystemExit, match="No space left(.|\n)*--resume"):
-        tiny_run(base, out)
-    assert [p.name for p in (out / "checkpoints").iterdir()] == ["stage2-000001"]
-
-
-def ctrl_c(base, out, monkeypatch):
-    step, calls = bfcl.rcgrpo_step, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(bfcl, "rcgrpo_step", interrupted)
-    with pytest.raises(SystemExit, match="stopped.*--resume"):
-        tiny_run(base, out)
-
-
+FULL = OSError(28, "No space left on device")
 INJURIES = {
-    "after a line of stage 1": dies_after("log", "stage1", 2),
-    "after the first line of stage 2": dies_after("log", "stage2", 0),
-    "after a checkpoint": dies_after("save", "stage2", 2), "kill -9": killed_by_the_kernel_while_it_saves,
-    "a model saved, its checkpoints not removed": killed_before_its_checkpoints_were_removed,
-    "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut, "full disk": a_full_disk, "ctrl-C": ctrl_c,
+    "a line of stage 1": dies(bfcl.Run, "log", 2), "the first of stage 2": dies(bfcl.Run, "log", 4),
+    "a checkpoint": dies(bfcl.Run, "save", 4), "kill -9": killed_by_the_kernel_while_it_saves,
+    "a model saved, its checkpoints not removed": dies(bfcl.Run, "_remove_checkpoints", 0, after=False),
+    "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut,
+    "full disk, a checkpoint": dies(os, "fsync", 8, error=FULL),  # torch wraps it
+    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=FULL),
+    "ctrl-C": dies(bfcl, "rcgrpo_step", 2, after=False, error=KeyboardInterrupt),
 }
 
 
 @pytest.mark.parametrize("injury", INJURIES)
 def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp_path, injury):
     out = tmp_path / "x"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        INJURIES[injury](base, out, monkeypatch)
+    INJURIES[injury](base, out)
+    if "full disk" in injury:
+        assert not list(out.glob("**/.*.part")) and not (out / "model").exists()
     if list((out / "checkpoints").glob("*-0*")) and not (out / "stage1").exists():
         with pytest.raises(SystemExit, match="add --resume"):
             tiny_run(base, out)
@@ -3475,14 +2484,13 @@ def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp
 
 def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_path):
     out = tmp_path / "x"
-    with pytest.raises(SystemExit, match="no stage1 model in .*: run --stage stage1 first"):
-        tiny_run(base, out, "--stage", "stage2")
     for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"),
                         ("eval", "eval.json")):
+        if stage in ("data", "stage2"):
+            needs, later = ("stage1", "stage2") if stage == "data" else ("stage2", "eval")
+            with pytest.raises(SystemExit, match=f"no {needs} model in .*: run --stage {needs} first"):
+                tiny_run(base, out, "--stage", later)
         assert not (out / made).exists()
-        if stage == "stage2":
-            with pytest.raises(SystemExit, match="no stage2 model in .*: run --stage stage2 first"):
-                tiny_run(base, out, "--stage", "eval")
         tiny_run(base, out, "--stage", stage)
         assert (out / made).exists()
     assert_same_run(whole_run, out)
@@ -3491,34 +2499,20 @@ def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_pa
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_across_a_resume(base, tmp_path, monkeypatch):
-    step, out = bfcl.rctp_step, tmp_path / "x"
-
-    def skips(*args, **kwargs):
-        return {**step(*args, **kwargs), "skipped": 1, "grad_norm": math.nan}
-
-    monkeypatch.setattr(bfcl, "rctp_step", skips)
-    with pytest.MonkeyPatch.context() as patch:
-        dies_after("save", "stage1", 2)(base, out, patch)
-    with pytest.raises(SystemExit, match="three steps in a row"):
-        tiny_run(base, out, "--resume")
+@pytest.mark.parametrize("skipped", [[1, 1, 1], [1, 1, 0, 1]])
+def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_across_a_resume(
+        base, tmp_path, monkeypatch, skipped):
+    step, out, coming = bfcl.rctp_step, tmp_path / "x", iter(skipped)
+    monkeypatch.setattr(bfcl, "rctp_step", lambda *args, **kwargs: {
+        **step(*args, **kwargs), "skipped": next(coming), "grad_norm": math.nan})
+    dies(bfcl.Run, "save", 1)(base, out)
+    with pytest.raises(SystemExit, match="three steps in a row") if 0 not in skipped else nullcontext():
+        tiny_run(base, out, "--resume", "--stage", "stage1")
     lines = read_lines(out / "metrics.jsonl")
     noted = [(line["step"], line["grad_norm"], line["skipped"]) for line in lines]
-    assert noted == [(n, None, 1) for n in range(3)]
-    (evidence,) = out.glob("non-finite-stage1-2-*.jsonl")
-    assert len(read_lines(evidence)) == 1 + 2
-
-
-def test_bfcl_skipped_steps_that_are_not_in_a_row_do_not_end_the_run(base, tmp_path, monkeypatch):
-    step, calls = bfcl.rctp_step, []
-
-    def skips(*args, **kwargs):
-        calls.append(1)
-        return {**step(*args, **kwargs), "skipped": int(len(calls) != 3)}
-
-    monkeypatch.setattr(bfcl, "rctp_step", skips)
-    tiny_run(base, tmp_path / "x", "--stage", "stage1")
-    assert [line["skipped"] for line in read_lines(tmp_path / "x" / "metrics.jsonl")] == [1, 1, 0, 1]
+    assert noted == [(n, None, skip) for n, skip in enumerate(skipped)]
+    evidence = [len(read_lines(file)) for file in out.glob("non-finite-stage1-2-*.jsonl")]
+    assert evidence == ([1 + 2] if 0 not in skipped else [])
 
 
 def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_path, monkeypatch):
@@ -3526,263 +2520,186 @@ def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_p
         def __init__(self, folder):
             Path(folder).mkdir(parents=True)
             self.file = open(Path(folder) / f"events{time.monotonic_ns()}", "w")
+            self.close = self.file.close
 
         def add_scalar(self, name, value, step):
             print(name, step, value, file=self.file, flush=True)
 
-        def close(self):
-            self.file.close()
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", type("module", (), {"SummaryWriter": Writer}))
-    with pytest.MonkeyPatch.context() as patch:
-        dies_after("log", "stage2", 2)(base, tmp_path / "x", patch)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    dies(bfcl.Run, "log", 6)(base, tmp_path / "x")
     tiny_run(base, tmp_path / "x", "--resume")
     points = [line.split() for file in (tmp_path / "x" / "tensorboard").iterdir() for line in open(file)]
     shown = {(name, int(step)): float(value) for name, step, value in points}
     assert len(shown) == len(points)
     for line in read_lines(tmp_path / "x" / "metrics.jsonl"):
-        for name in ("loss", "grad_norm", "reward"):
-            if name in line:
-                assert shown[f"{line['stage']}/{name}", line["step"]] == line[name]
+        for name in {"loss", "grad_norm", "reward"} & line.keys():
+            assert shown[f"{line['stage']}/{name}", line["step"]] == line[name]
     assert sum(name == "stage2/update_seconds" for name, _ in shown) == 4
 
 
 # ----- what is refused: in one line, before --out is claimed
 
 
-class Workshop:
-    """Copies of the tiny model and of a whole run, with one file changed: edit(bytes) -> bytes, or None to
-    delete it. Every method gives the flags that use them."""
+OUT_OF_RANGE = """
+--beta nan|--beta -0.1|--beta true|--temperature inf|--temperature 0|--failure-temperature 1e-300
+--lr inf|--lr -1|--stage1-lr 0|--steps 1.5|--batch x|--batch 0|--stage1-batch 0|--p-high 2
+--max-grad-norm 0|--epochs 0|--epochs 0x10|--checkpoint-every 0|--eval-every 0|--rollout-tokens 0
+--tokens-per-pass 0|--seed -1|--seed 1e3|--limit -1|--updates 0|--clip 0|--max-turns 0|--max-tokens 0
+--max-new-tokens 0|--group-size 0""".strip().replace("\n", "|").split("|")
 
-    def __init__(self, base, run, tmp):
-        self.base, self.run_folder, self.tmp = base, run, tmp
 
-    def changed(self, source, to, name, edit):
-        folder = shutil.copytree(source, self.tmp / to)
-        content = edit((folder / name).read_bytes())
-        (folder / name).unlink()
-        if content is not None:
-            (folder / name).write_bytes(content)
-        return folder
+@pytest.mark.parametrize("flags, words", [
+    *[(flags, f"argument {flags.split()[0]}: must be a .*number from .* to ") for flags in OUT_OF_RANGE],
+    ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
+    (f"--steps {10**400}", "--steps: must be a whole number from 1 to 1e[+]09"),
+    ("--ratio product", "invalid choice"),
+    ("--epoch 3", "unrecognized arguments"),
+    ("--out=", "--out: must not be empty"),
+    ("--group-size 1", "--group-size needs at least 2"),
+    ("--init none --stage1 x", "say how it was trained, rctp or sft"),
+    ("--init none --stage data", "nothing to do"),
+    ("--stage1 x --stage stage1", "nothing to do"),
+    ("--rl none --stage stage2", "nothing to do"),
+    ("--smoke --stage data", "leave out"),
+])
+def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bfcl.parse_arguments(flags.split())
+    assert re.search(words, capsys.readouterr().err.strip().split("\n")[-1])
 
-    def model(self, name, edit):
-        return ["--model", self.changed(self.base, "model", name, edit)]
 
-    def run(self, name, edit, unfinished=("stage1", "model")):
-        folder = self.changed(self.run_folder, "run", name, edit)
+def altered(folder, name, edit):
+    """One file is changed. edit: None deletes it, a number cuts it there, bytes take its place, a dict
+    changes the JSON in it; or a function of its bytes."""
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if isinstance(edit, int):
+        content = content[:edit]
+    if isinstance(edit, dict):
+        content = json.dumps({**json.loads(content), **edit}).encode()
+    if isinstance(edit, bytes):
+        content = edit
+    if edit is not None:
+        (folder / name).write_bytes(edit(content) if callable(edit) else content)
+    return folder
+
+
+def with_model(name, edit):
+    return lambda base, run, tmp: ["--model", altered(shutil.copytree(base, tmp / "model"), name, edit)]
+
+
+def with_stage1(*flags, folder="stage1", name="rcgrpo.json", edit=bytes):
+    return lambda base, run, tmp: [
+        "--stage1", altered(shutil.copytree(run / folder, tmp / folder), name, edit), *flags]
+
+
+def with_run(name, edit, unfinished=("stage1", "model"), flags=()):
+    def flags_of(base, run, tmp):
+        folder = altered(shutil.copytree(run, tmp / "run"), name, edit)
         for stage in unfinished:
             shutil.rmtree(folder / stage)
-        return ["--out", folder]
-
-    def stage1(self, *flags, folder="stage1", name="rcgrpo.json", edit=bytes):
-        copied = self.changed(self.run_folder, "run", f"{folder}/{name}", edit)
-        return ["--stage1", copied / folder, *flags]
-
-    def path(self, below=""):
-        (self.tmp / "file").touch()
-        return ["--out", self.tmp / "file" / below]
-
-
-def cut(size):
-    return lambda content: content[:size]
-
-
-def text(new):
-    return lambda content: new.encode()
-
-
-def gone(content):
-    return None
-
-
-def config(**changes):
-    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
-
-
-def whole_config(kind):
-    return lambda content: kind().to_json_string(use_diff=False).encode()
+        return ["--out", folder, *flags]
+    return flags_of
 
 
 def lines(change):
-    return lambda content: "".join(change(content.decode().splitlines(keepends=True))).encode()
+    return lambda content: b"".join(change(content.splitlines(keepends=True)))
 
 
-def replaced(old, new):
-    return lambda content: content.replace(old, new, 1)
+def swapped(old, new):
+    return lambda content: content.replace(old.encode(), new.encode(), 1)
 
 
+THIRD_LAYER = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
 CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                  "original_max_position_embeddings": 256}
+NO_LLM, OLD = (kind().to_json_string(use_diff=False).encode() for kind in (Gemma3Config, GPT2Config))
 SCORING = "--init none --rl none --split paper --model".split()
-
-# name: (flags, or what gives them in a Workshop; words of the refusal)
-REFUSED_RUNS = {
-    # flags
-    "nan": ("--beta nan", "--beta: must be a number from 0 to"),
-    "inf": ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
-    "infinite rate": ("--lr inf", "--lr: must be"),
-    "no rate": ("--stage1-lr 0", "--stage1-lr: must be"),
-    "negative rate": ("--lr -1", "--lr: must be"),
-    "negative weight": ("--beta -0.1", "--beta: must be"),
-    "half a step": ("--steps 1.5", "--steps: must be a whole number from 1"),
-    "no number": ("--batch x", "--batch: must be a whole number"),
-    "no chance": ("--p-high 2", "--p-high: must be a number from 0 to 1"),
-    "cold": ("--temperature 0", "--temperature: must be"),
-    "cold failures": ("--failure-temperature 1e-300", "--failure-temperature: must be"),
-    "no norm": ("--max-grad-norm 0", "--max-grad-norm: must be"),
-    "never": ("--checkpoint-every 0", "--checkpoint-every: must be"),
-    "no epoch": ("--epochs 0", "--epochs: must be"),
-    "no batch": ("--batch 0", "--batch: must be"),
-    "no stage-1 batch": ("--stage1-batch 0", "--stage1-batch: must be"),
-    "no room": ("--rollout-tokens 0", "--rollout-tokens: must be"),
-    "no pass": ("--tokens-per-pass 0", "--tokens-per-pass: must be"),
-    "negative seed": ("--seed -1", "--seed: must be a whole number from 0"),
-    "negative limit": ("--limit -1", "--limit: must be"),
-    "no updates": ("--updates 0", "--updates: must be"),
-    "no clip": ("--clip 0", "--clip: must be"),
-    "no turns": ("--max-turns 0", "--max-turns: must be"),
-    "no tokens": ("--max-tokens 0", "--max-tokens: must be"),
-    "no new tokens": ("--max-new-tokens 0", "--max-new-tokens: must be"),
-    "beyond all numbers": (f"--steps {10**400}", "--steps: must be"),
-    "unknown word": ("--ratio product", "invalid choice"),
-    "abbreviation": ("--epoch 3", "unrecognized arguments"),
-    "blank": (lambda w: ["--out", " "], "--out: must not be empty"),
-    "a group of one": ("--group-size 1", "--group-size needs at least 2"),
-    "stage 1 of no arm": ("--init none --stage1 x", "say how it was trained, rctp or sft"),
-    "idle data": ("--init none --stage data", "nothing to do"),
-    "idle stage 1": ("--stage1 x --stage stage1", "nothing to do"),
-    "idle stage 2": ("--rl none --stage stage2", "nothing to do"),
-    "part of a smoke run": ("--smoke --stage data", "leave out"),
+REFUSED = [
     # models
-    "no such model": ("--model no/such-model", "cannot load"),
-    "no such folder": ("--stage1 /nowhere", "cannot load"),
-    "no template": (lambda w: w.model("chat_template.jinja", gone), "no chat template"),
-    "a failing template": (lambda w: w.model("chat_template.jinja", text("{{ raise_exception('no') }}")),
-                           "cannot be used"),
-    "tokenizer cut": (lambda w: w.model("tokenizer.json", cut(999)), "cannot load a tokenizer"),
-    "config cut": (lambda w: w.model("config.json", cut(50)), "cannot load"),
-    "no config": (lambda w: w.model("config.json", gone), "cannot load"),
-    "config of nothing": (lambda w: w.model("config.json", text("[]")), "cannot load"),
-    "unknown architecture": (lambda w: w.model("config.json", config(model_type="x")), "cannot load"),
-    "weights cut": (lambda w: w.model("model.safetensors", cut(999)), "cannot load a model"),
-    "weights gone": (lambda w: w.model("model.safetensors", gone), "cannot load a model"),
-    "weights of another": (lambda w: w.model("config.json", config(
-        num_hidden_layers=3, layer_types=["full_attention"] * 3)), "no weights for"),
-    "short context": (lambda w: w.model("config.json", config(max_position_embeddings=4096)),
-                      "give --max-tokens 4096 or less"),
-    "changing rope": (lambda w: w.model("config.json", config(rope_parameters=CHANGING_ROPE)),
-                      "--max-tokens 256 or less"),
-    "text and vision": (lambda w: w.model("config.json", whole_config(Gemma3Config)),
-                        "more than a language model"),
-    "no widths": (lambda w: w.model("config.json", whole_config(GPT2Config)),
-                  "cannot be used here: no intermediate_size"),
+    ("--model no/such-model", "cannot load a tokenizer"),
+    ("--stage1 /nowhere", "cannot load"),
+    (with_model("chat_template.jinja", None), "no chat template"),
+    (with_model("chat_template.jinja", b"{{ raise_exception('no') }}"), "cannot be used"),
+    (with_model("tokenizer.json", 999), "cannot load a tokenizer"),
+    (with_model("config.json", 50), "cannot load"),
+    (with_model("config.json", b"[]"), "cannot load"),
+    (with_model("config.json", {"model_type": "x"}), "cannot load"),
+    (with_model("model.safetensors", 999), "cannot load a model"),
+    (with_model("model.safetensors", None), "cannot load a model"),
+    (with_model("config.json", THIRD_LAYER), "no weights for"),
+    (with_model("config.json", {"max_position_embeddings": 4096}), "give --max-tokens 4096 or less"),
+    (with_model("config.json", {"rope_parameters": CHANGING_ROPE}), "--max-tokens 256 or less"),
+    (with_model("config.json", NO_LLM), "more than a language model"),
+    (with_model("config.json", OLD), "used here: no intermediate_size"),
     # the stage-1 model
-    "never saw reward tokens": (lambda w: ["--stage1", w.base], "never saw reward tokens"),
-    "another arm": (lambda w: w.stage1("--init", "sft"), "--init rctp, not sft"),
-    "another split": (lambda w: w.stage1("--split", "paper"), "--split grouped, not paper"),
-    "another model": (lambda w: w.stage1("--model", "other"), "not other"),
-    "a stage-2 model": (lambda w: w.stage1(folder="model"), "--rl rc-grpo, not none"),
-    "scored on what it saw": (lambda w: w.stage1()[:0] + SCORING + [w.tmp / "run" / "model"],
-                              "grouped, not paper"),
-    "origin cut": (lambda w: w.stage1(edit=cut(9)), "rcgrpo.json is damaged"),
-    "origin of something": (lambda w: w.stage1(edit=text("{}")), "it must hold init"),
+    (lambda base, run, tmp: ["--stage1", base], "never saw reward tokens"),
+    (with_stage1("--init", "sft"), "--init rctp, not sft"),
+    (with_stage1("--split", "paper"), "--split grouped, not paper"),
+    (with_stage1("--model", "other"), "not other"),
+    (with_stage1(folder="model"), "--rl rc-grpo, not none"),
+    (lambda base, run, tmp: [*SCORING, run / "model"], "grouped, not paper"),  # on what it saw
+    (with_stage1(edit=9), "rcgrpo.json is damaged"),
+    (with_stage1(edit=b"{}"), "it must hold init"),
     # the run folder
-    "a file": (lambda w: w.path(), "file cannot be used"),
-    "below a file": (lambda w: w.path("x"), "x cannot be used"),
-    "other settings": (lambda w: w.run("config.json", bytes) + ["--lr", "0.5"], "--lr was 0.001, now 0.5"),
-    "settings cut": (lambda w: w.run("config.json", cut(40)), "config.json is damaged"),
-    "settings of nothing": (lambda w: w.run("config.json", text("[]")), "config.json is damaged"),
-    "no data": (lambda w: w.run("data.jsonl", cut(0)), "data.jsonl is cut after line 0"),
-    "data cut between lines": (lambda w: w.run("data.jsonl", lines(lambda x: x[:2])),
-                               "data.jsonl is cut after line 2"),
-    "half a pair": (lambda w: w.run("data.jsonl", lines(lambda x: x[:3])), "data.jsonl is cut after line 3"),
-    "data cut in a line": (lambda w: w.run("data.jsonl", cut(-99)), "data.jsonl, line 4: "),
-    "line twice": (lambda w: w.run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
-    "a foreign line": (lambda w: w.run("data.jsonl", lines(lambda x: ['{"a": 1}\n', *x])),
-                       "data.jsonl, line 1: .*unexpected keyword"),
-    "a foreign id": (lambda w: w.run("data.jsonl", lambda x: re.sub(rb"\[\d+", b"[99999", x, count=1)),
-                     "line 1: ids that"),
-    "a short mask": (lambda w: w.run("data.jsonl", replaced(b"1, 1]", b"1]")), "line 1: ids and mask"),
-    "an action first": (lambda w: w.run("data.jsonl", replaced(b'"mask": [0', b'"mask": [1')), "line 1: ids"),
-    "another reward": (lambda w: w.run("data.jsonl", replaced(b'"reward": 1', b'"reward": 0')), "line 1: no"),
-    "foreign metrics": (lambda w: w.run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()),
-                        "metrics.jsonl, line 9: there is no 'stage'"),
-    "metrics twice": (lambda w: w.run("metrics.jsonl", lines(lambda x: x + x[:1]), ()),
-                      "metrics.jsonl, line 9: .*before"),
-    "half a line inside": (lambda w: w.run("timings.jsonl", lambda x: b'{"sta\n' + x, ()),
-                           "timings.jsonl, line 1: "),
-    "stage 1 without config": (lambda w: w.run("stage1/config.json", gone, ("model",)),
-                               "cannot load a model from .*stage1"),
-    "stage 1 cut": (lambda w: w.run("stage1/model.safetensors", cut(5000), ("model",)),
-                    "cannot load a model from .*stage1"),
-    "too long for all": ("--max-tokens 50", "not one of the 2 training tasks fits into --max-tokens 50"),
-}
-CLAIMED = {"weights cut", "weights gone", "weights of another", "too long for all"}  # only the attempt shows
+    (lambda base, run, tmp: ["--out", base / "config.json"], "config.json cannot be used"),
+    (lambda base, run, tmp: ["--out", base / "config.json" / "x"], "x cannot be used"),
+    (with_run("config.json", bytes, flags=["--lr", "0.5"]), "--lr was 0.001, now 0.5"),
+    (with_run("config.json", 40), "config.json is damaged"),
+    (with_run("config.json", b"[]"), "config.json is damaged"),
+    (with_run("data.jsonl", 0), "data.jsonl is cut after line 0"),
+    (with_run("data.jsonl", lines(lambda x: x[:3])), "data.jsonl is cut after line 3"),  # half a pair
+    (with_run("data.jsonl", -99), "data.jsonl, line 4: "),
+    (with_run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
+    (with_run("data.jsonl", lines(lambda x: [b'{"a": 1}\n', *x])), "line 1: .*unexpected keyword"),
+    (with_run("data.jsonl", swapped("[", "[99999")), "line 1: ids that"),
+    (with_run("data.jsonl", swapped("1, 1]", "1]")), "line 1: ids and mask"),
+    (with_run("data.jsonl", swapped('"mask": [0', '"mask": [1')), "line 1: ids and mask"),
+    (with_run("data.jsonl", swapped('"reward": 1', '"reward": 0')), "line 1: no trajectory of"),
+    (with_run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "line 9: there is no 'stage'"),
+    (with_run("metrics.jsonl", lines(lambda x: x + x[:1]), ()), "metrics.jsonl, line 9: .*before"),
+    (with_run("timings.jsonl", lambda x: b'{"sta\n' + x, ()), "timings.jsonl, line 1: "),
+    (with_run("stage1/model.safetensors", 5000, ["model"]), "cannot load a model from .*stage1"),
+    ("--max-tokens 50", "not one of the 2 training tasks fits into --max-tokens 50"),
+    ("--rollout-tokens 1000000000", "does not fit: .*lower --rollout-tokens"),
+    ("--plan --max-tokens 99999", "--max-tokens 16384 or less"),
+]
+CLAIMED = "cannot load a model", "no weights for", "not one of"  # only the attempt shows
 
 
-@pytest.mark.parametrize("case", REFUSED_RUNS)
-def test_bfcl_refuses_in_one_line_before_anything_is_written(base, whole_run, tmp_path, case, small, capsys):
-    flags, words = REFUSED_RUNS[case]
-    flags = flags.split() if isinstance(flags, str) else flags(Workshop(base, whole_run, tmp_path))
+@pytest.mark.parametrize("flags, words", REFUSED, ids=[words for _, words in REFUSED])
+def test_bfcl_what_cannot_work_is_refused_in_one_line_before_anything_is_written(
+        base, whole_run, tmp_path, flags, words):
+    flags = flags.split() if isinstance(flags, str) else flags(base, whole_run, tmp_path)
     with pytest.raises(SystemExit) as refused:
-        bfcl.main(["--model", base, "--out", tmp_path / "x", *TINY, *flags])
+        tiny_run(base, tmp_path / "x", *flags)
     said = refused.value.code
-    if said == 2:  # by the parser
-        said = capsys.readouterr().err.strip().split("\n")[-1]
     assert re.search(words, said) and "\n" not in said, said
-    assert case in CLAIMED or not (tmp_path / "x").exists()
-
-
-def test_bfcl_a_plan_refuses_the_same(base, tmp_path):
-    for flags, words in ((["--max-tokens", "99999"], "--max-tokens 16384 or less"),
-                         (["--stage1", base], "never saw")):
-        with pytest.raises(SystemExit, match=words):
-            bfcl.main(["--plan", "--model", base, *TINY, *flags])
-
-
-def test_bfcl_the_advice_of_a_refusal_works_with_the_same_out(base, tmp_path, small, monkeypatch):
-    monkeypatch.setattr(bfcl, "memory_there", lambda processes: 1000)
-    with pytest.raises(SystemExit, match="does not fit"):
-        tiny_run(base, tmp_path / "x", "--rollout-tokens", "9999")
-    assert not (tmp_path / "x").exists()
-    monkeypatch.undo()
-    tiny_run(base, tmp_path / "x", "--stage", "data")
-
-
-def test_bfcl_a_run_folder_is_one_processes_at_a_time(base, tmp_path):
-    settings = bfcl.binding_settings(bfcl.parse_arguments(TINY))
-    run = bfcl.Run(tmp_path / "x", settings, bfcl.Processes())
-    with run:
-        with pytest.raises(SystemExit, match="another process is at work there"):
-            bfcl.Run(tmp_path / "x", settings, bfcl.Processes())
-    bfcl.Run(tmp_path / "x", settings, bfcl.Processes()).close()
+    assert words.startswith(CLAIMED) or not (tmp_path / "x").exists()
 
 
 # ----- data, arms, evaluation
 
 
-def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_its_arm(whole_run, tmp_path, small):
-    bfcl.main(["--init", "none", "--rl", "none", "--model", whole_run / "model", "--protocol", "turns",
-               "--limit", "2", "--max-new-tokens", "8", "--out", tmp_path / "turns"])
+def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_its_arm(whole_run, tmp_path):
+    tiny_run(whole_run / "model", tmp_path / "turns", "--init", "none", "--rl", "none", "--protocol", "turns",
+             "--goals", "high", "low", "none", "--max-new-tokens", "8")
     results = json.loads((tmp_path / "turns" / "eval.json").read_text())
     assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
     assert (results["arm"], results["reward_token"]) == ("rctp + rc-grpo", "high")
 
 
-@pytest.mark.parametrize("init", ["rctp", "sft", "none"])
-@pytest.mark.parametrize("rl", ["rc-grpo", "grpo", "none"])
-def test_bfcl_every_table_names_the_reward_token_of_its_arm(init, rl):
-    own = "high" if rl == "rc-grpo" or init == "rctp" else "none"  # trained under reward tokens, or not
-    assert bfcl.own_reward_token(init, rl) == own
+def test_bfcl_the_table_stars_the_reward_token_that_its_arm_was_trained_under():
     tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0},
                           {"id": "multi_turn_miss_func_2", "reward": 0.0}])
     counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
     assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
-    printed = bfcl.table(f"{init} + {rl}", {goal: tallied for goal in bfcl.REWARD_TOKENS}, own).split("\n")
-    assert [line for line in printed if re.search(r"(high|low|none) [*]", line)] == [
-        line for line in printed if re.search(rf" {own} +[*]? *50.00 \(1/2\)", line)]
-    assert printed[-1].endswith(f"under: {own}")
-    assert bfcl.table("", {"low": tallied}, own).endswith(f"under: {own}; not among --goals")
+    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
+        own = bfcl.own_reward_token(init, rl)
+        assert own == ("high" if rl == "rc-grpo" or init == "rctp" else "none")
+        printed = bfcl.table(f"{init} + {rl}", dict.fromkeys(bfcl.REWARD_TOKENS, tallied), own)
+        assert re.findall(r"(\w+) [*] +50.00 \(1/2\)", printed) == [own] and printed.endswith(f"under: {own}")
+        assert bfcl.table("", {"low": tallied}, own).endswith(f"under: {own}; not among --goals")
 
 
 def data_run(base, tmp_path, *flags):
@@ -3796,29 +2713,18 @@ def data_run(base, tmp_path, *flags):
 def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_the_arm():
     tokenizer, heard = ready_tokenizer(), []
     end, high = chat_format(tokenizer).end_of_turn, tokenizer.convert_tokens_to_ids(HIGH)
-
-    def policy(prompts):
-        heard.extend(prompts)
-        return [[7, end] for _ in prompts]
-
-    def make_env(task):
-        return Echo(answers=(), value=float(task % 4 == 0))
-
-    limits = {"max_turns": 3, "max_tokens": 400}
-    for token in (HIGH, None):
+    halves = [SimpleNamespace(gather=lambda x: [5 - sum(x), *x], mine=lambda items, rank=rank: items[rank::2])
+              for rank in (0, 1)]
+    low, high_end = bfcl.wilson(5, 20)
+    for processes, token in ((bfcl.Processes(), HIGH), (bfcl.Processes(), None), *zip(halves, (HIGH, None))):
         heard.clear()
-        metrics = bfcl.evaluate_some(bfcl.Processes(), range(20), make_env, lambda model: model, tokenizer,
-                                     token, limits, policy)
-        low, high_end = bfcl.wilson(5, 20)
+        metrics = bfcl.evaluate_some(
+            processes, range(20), lambda task: Echo(answers=(), value=float(task % 4 == 0)),
+            lambda prompts: heard.extend(prompts) or [[7, end] for _ in prompts], tokenizer, token,
+            {"max_turns": 3, "max_tokens": 400})
         assert metrics == {"test_success": 0.25, "test_low": low, "test_high": high_end, "test_tasks": 20}
-        assert len(heard) == 20 and all(prompt.count(high) == (token == HIGH) for prompt in heard)
-    halves = [SimpleNamespace(size=2, rank=rank, gather=lambda x: [5 - sum(x), *x],
-                              mine=lambda items, rank=rank: items[rank::2]) for rank in (0, 1)]
-    for half in halves:
-        heard.clear()
-        arguments = range(20), make_env, lambda model: model, tokenizer, HIGH, limits, policy
-        assert bfcl.evaluate_some(half, *arguments)["test_success"] == 0.25
-        assert len(heard) == 10
+        shown = [prompt.count(high) for prompt in heard]
+        assert shown == [token == HIGH] * (10 if processes in halves else 20)
     _, test = bfcl.split_tasks(TASKS, "grouped")
     some = bfcl.some_of(test)
     assert len(some) == 40 and some == bfcl.some_of(test) and all(task in test for task in some)
@@ -3826,35 +2732,31 @@ def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_th
     assert bfcl.some_of(test[:3]) == test[:3]
 
 
-def test_bfcl_the_bar_of_rollouts_counts_those_that_are_over(capsys, monkeypatch):
+def test_bfcl_the_bar_of_rollouts_counts_those_that_are_over_in_the_first_process(capsys, monkeypatch):
     monkeypatch.setattr(bfcl, "tqdm", partial(bfcl.tqdm, mininterval=0, miniters=1))
-    with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=0)) as progress:
-        for still_open in (8, 6, 6, 1, 0):
-            progress(still_open)
-    assert "8/8" in capsys.readouterr().err
-    with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=1)) as progress:
-        progress(3)
-    assert capsys.readouterr().err == ""
+    for rank in (0, 1):
+        with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=rank)) as progress:
+            for still_open in (8, 6, 6, 1, 0):
+                progress(still_open)
+        assert ("8/8" in (shown := capsys.readouterr().err)) == (rank == 0) == bool(shown)
 
 
 def test_bfcl_the_policy_is_the_one_that_is_asked_for():
     model, tokenizer, generator = tiny_model(400), byte_level_tokenizer(), torch.Generator().manual_seed(5)
-    policies = {sampler: bfcl.make_policy(model, tokenizer, 0.7, sampler, 9, 1000, generator)
-                for sampler in ("auto", "plain", "continuous")}
-    assert {name: type(policy).__name__ for name, policy in policies.items()} == {
-        "auto": "ModelPolicy", "plain": "ModelPolicy", "continuous": "ContinuousPolicy"}
-    plain, continuous = policies["plain"], policies["continuous"]
+    auto, plain, continuous = (bfcl.make_policy(model, tokenizer, 0.7, sampler, 9, 1000, 80, generator)
+                               for sampler in ("auto", "plain", "continuous"))
+    assert [type(policy) for policy in (auto, plain, continuous)] == [
+        ModelPolicy, ModelPolicy, bfcl.ContinuousPolicy]
     given = plain.temperature, plain.max_new_tokens, plain.cache_tokens, plain.generator
     assert given == (0.7, 9, 1000, generator)
     given = continuous.temperature, continuous.generation.max_new_tokens, continuous.cache_tokens
-    assert given == (0.7, 9, 3000)
-    assert continuous.seeds.initial_seed() == 5
+    assert given == (0.7, 9, 3000) and continuous.seeds.initial_seed() == 5 and continuous.max_tokens == 80
     assert set(continuous.generation.eos_token_id) == plain.stop_ids == chat_format(tokenizer).stop_ids
 
 
 def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(base, tmp_path, monkeypatch):
     run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
-    real, sampled = bfcl.rollout, []
+    real, sampled = bfcl.rollout, {}
 
     def half_right(envs, reward_tokens, policy, *args, **kwargs):
         played = real(envs, reward_tokens, policy, *args, **kwargs)
@@ -3862,39 +2764,30 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
             played = [replace(t, reward=float(row % 2)) for row, t in enumerate(played)]
             # the label needs 11: one has no room
             limits["max_tokens"] = max(len(t.ids) for t in played[::2]) + 10
-            sampled.extend(zip(envs, played))
+            sampled.update((t.group, (env, t)) for env, t in zip(envs, played))
         return played
 
     def scribble(prompts):
         return [[*prompt[-3:], tokenizer.eos_token_id] for prompt in prompts]
 
     monkeypatch.setattr(bfcl, "rollout", half_right)
-    made = bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)
-    failures = {t.group: t for t in made}
-    low = tokenizer.convert_tokens_to_ids(LOW)
-    kept = 0
-    assert set(failures) == {task["id"] for task in train}
-    for env, t in sampled:
-        failure = failures[t.group]
-        assert failure.reward_token == LOW and failure.reward == 0 and failure.ids.count(low) == 1
-        assert len(failure.ids) <= limits["max_tokens"]
-        prompt = chat_format(tokenizer).prompt(env.log[:2], LOW)
-        assert failure.ids[: len(prompt)] == prompt and failure.mask[: len(prompt)] == [0] * len(prompt)
-        if failure.action_ids == t.action_ids:
-            kept += 1
-            assert t.reward == 0
-    assert kept == 2  # of six: three were right, one has no room for the label
+    failures = bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)
+    assert {t.group for t in failures} == set(sampled) == {task["id"] for task in train}
+    for t in failures:
+        prompt = chat_format(tokenizer).prompt(sampled[t.group][0].log[:2], LOW)
+        assert t.ids[: len(prompt)] == prompt and t.mask[: len(prompt)] == [0] * len(prompt)
+        assert (t.reward_token, t.reward) == (LOW, 0) and len(t.ids) <= limits["max_tokens"]
+    kept = [sampled[t.group][1].reward for t in failures if t.action_ids == sampled[t.group][1].action_ids]
+    assert kept == [0, 0]  # of six: three were right, one has no room for the label
 
 
 def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(base, tmp_path, capsys):
     run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
-    lengths = {}
-    for task in train:
-        t = bfcl.play_script(task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits)
-        lengths[task["id"]] = len(t.ids)
+    lengths = {t.group: len(t.ids) for t in (bfcl.play_script(
+        task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits) for task in train)}
     limits["max_tokens"] = sorted(lengths.values())[3]
-    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
     fitting = {name for name, length in lengths.items() if length <= limits["max_tokens"]}
+    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
     assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
     assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
     assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # from the file
@@ -3903,17 +2796,15 @@ def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(ba
         bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
 
 
-def test_bfcl_data_that_are_not_what_they_should_be_end_the_run(base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, stand_in, words", [
+    ("corrupt_turns", lambda task, turns, rng: turns, "100 corruptions of .* all scored 1"),
+    ("expert_turns", lambda *task: expert_turns(*task)[-1:], "do not score 1")])  # done() alone
+def test_bfcl_data_that_are_not_what_they_should_be_end_the_run(
+        base, tmp_path, monkeypatch, name, stand_in, words):
     run, train, tokenizer, limits = data_run(base, tmp_path)
-    settings = tokenizer, "combined", limits, 0
-    with monkeypatch.context() as patch:
-        patch.setattr(bfcl, "corrupt_turns", lambda task, turns, rng: turns)
-        with pytest.raises(SystemExit, match="100 corruptions of .* all scored 1"):
-            bfcl.make_data(run, train, *settings, True, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(bfcl, "expert_turns", lambda *task: expert_turns(*task)[-1:])  # done() alone
-        with pytest.raises(SystemExit, match="do not score 1"):
-            bfcl.make_data(run, train, *settings, True, None)
+    monkeypatch.setattr(bfcl, name, stand_in)
+    with pytest.raises(SystemExit, match=words):
+        bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
 
 
 def test_bfcl_batches_that_processes_cannot_share_are_refused(base):
@@ -3926,14 +2817,13 @@ def test_bfcl_batches_that_processes_cannot_share_are_refused(base):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name, protocol):
+def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name):
     tokenizer = tokenizer_named(name)
-    add_reward_tokens(tokenizer)
-    for task in TASKS[::200]:
+    high, _ = add_reward_tokens(tokenizer)
+    for task, protocol in zip(TASKS[::200], ["combined", "turns"] * 2):
         policy = scripted_policy(expert_turns(task, protocol), tokenizer)
         (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
-        assert t.reward == 1 and t.ids.count(tokenizer.convert_tokens_to_ids(HIGH)) == 1
+        assert t.reward == 1 and t.ids.count(high) == 1
 
 
 def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
@@ -3947,23 +2837,18 @@ def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
     assert bfcl.batches(50, 8, 0, 0, "x") != bfcl.batches(50, 8, 0, 1, "x") != bfcl.batches(50, 8, 7, 1, "x")
 
 
-def test_bfcl_wilson_intervals():
-    assert bfcl.wilson(0, 4) == pytest.approx((0, 0.4899), abs=2e-4)
-    assert bfcl.wilson(4, 4)[1] == pytest.approx(1)
-    for k, n in ((3, 10), (59, 80), (68, 80)):  # the ends solve (p - k/n)^2 = z^2 p (1 - p) / n
-        for p in bfcl.wilson(k, n):
-            assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n)
+def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
+    for k, n in ((0, 4), (4, 4), (3, 10), (59, 80)):
+        low, high = bfcl.wilson(k, n)
+        assert low < high and low <= k / n + 1e-12 and high >= k / n - 1e-12
+        for p in (low, high):
+            assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
 
 
-def test_bfcl_the_papers_differences_are_within_the_noise_of_80_tasks():
-    def fisher(a, b, n=80):
-        """Two-sided p of k = a against k = b, n each: tables of the same margin no likelier than this one."""
-        possible = range(max(0, a + b - n), min(n, a + b) + 1)
-        ways = {k: math.comb(n, k) * math.comb(n, a + b - k) for k in possible}
-        return sum(w for w in ways.values() if w <= ways[a]) / math.comb(2 * n, a + b)
-
-    assert fisher(59, 68) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 %
-    assert fisher(37, 39) == pytest.approx(0.87, abs=0.01)  # 46.25 % and 48.75 %
+def test_bfcl_weights_are_trained_in_fp32(base, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = bfcl.load_model(str(tmp_path), bfcl.load_tokenizer(base), bfcl.Processes(), False)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
 
 
 # ----- the wiring: every flag changes what it names, and nothing else
@@ -3984,47 +2869,38 @@ class Recording:
     """A run of train_bfcl.py in which models are numbers; what each part is given is noted by its place."""
 
     def __init__(self, base, out, monkeypatch):
-        self.base, self.out, self.seen = base, out, {}
-        self.thread = threading.local()
+        self.base, self.out, self.seen, self.thread = base, out, {}, threading.local()
         tokenizer = bfcl.load_tokenizer(base)
-        numbers = {task["id"]: task for task in TASKS if bfcl.task_number(task) < 15}
-        patched = {"load_tasks": lambda: list(numbers.values()), "plan": self.plan, "smoke": self.smoke,
-                   "load_tokenizer": lambda path: copy.deepcopy(tokenizer), "load_model": self.load,
-                   "save_model": self.save, "make_policy": self.policy, "rollout": self.rollout,
-                   "rctp_step": self.stage1, "rcgrpo_step": self.stage2, "Processes": self.processes,
-                   "system_text": lambda tools: bfcl.SYSTEM_PROMPT, "evaluate_some": self.watch}
+        few = [task for task in TASKS if bfcl.task_number(task) < 15]
+        alone = bfcl.Processes
+        patched = {
+            "load_tasks": lambda: few, "system_text": lambda tools: bfcl.SYSTEM_PROMPT,
+            "load_tokenizer": lambda path: copy.deepcopy(tokenizer),
+            "load_model": self.load, "save_model": self.save,
+            "make_policy": self.policy, "rollout": self.rollout, "evaluate_some": self.watch,
+            "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
+            "Processes": noting(lambda offload: self.note("offload", offload), lambda offload: alone()),
+            "plan": lambda s, tokenizer, train, test, processes, gpu, available: self.note(
+                "plan", gpu=s.gpu, alone=available is None),
+            "smoke": lambda argv, processes: self.note("smoke", True)}
         self.real_rollout = bfcl.rollout
         for name, fake in patched.items():
             monkeypatch.setattr(bfcl, name, fake)
-        save = bfcl.Run.save
-        monkeypatch.setattr(bfcl.Run, "save", lambda run, stage, step, *models: (
-            self.note("checkpoints", (stage, step)), save(run, stage, step, *models)))
+        monkeypatch.setattr(bfcl.Run, "save", noting(
+            lambda run, stage, step, *models: self.note("checkpoints", (stage, step)), bfcl.Run.save))
 
-    def note(self, place, value):
-        rank = getattr(self.thread, "rank", 0)
-        self.seen.setdefault((rank, place), []).append(value)
+    def note(self, place, value=None, **values):
+        noted = {f"{place}: {name}": what for name, what in values.items()} or {place: value}
+        for key, what in noted.items():
+            self.seen.setdefault((getattr(self.thread, "rank", 0), key), []).append(what)
 
     def notes(self, place, rank=0):
         return self.seen.get((rank, place), [])
 
-    def processes(self, offload, alone=bfcl.Processes):
-        self.note("offload", offload)
-        return alone()
-
-    def plan(self, s, tokenizer, train, test, processes, gpu, available):
-        self.note("plan", "asked for" if available is None else "before a run")
-        self.note("plan: gpu", s.gpu)
-
-    def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits, model):
-        place = {"tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol,
-                 "limits": limits, "reward_token": reward_token, "model": model.value.item(),
-                 **policy(model).given}
-        for name, value in place.items():
-            self.note(f"watching: {name}", value)
+    def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits):
+        self.note("watching", tasks=ids_of(tasks), protocol=make_env(tasks[0]).protocol, limits=limits,
+                  reward_token=reward_token, model=policy.model.value.item(), **policy.given)
         return {"test_success": 0.5}
-
-    def smoke(self, argv, processes):
-        self.note("smoke", True)
 
     def load(self, path, tokenizer, processes, checkpointing):
         self.note("loaded", os.path.relpath(path, self.out))
@@ -4039,28 +2915,24 @@ class Recording:
         self.note(f"origin of {folder.name}", origin)
         processes.gather([])
 
-    def policy(self, model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, generator=None):
-        def policy(prompts):
-            raise AssertionError("rollouts are faked")
-        seed = generator.initial_seed() if generator else None
-        policy.given = {"temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
-                        "cache_tokens": cache_tokens, "seed": seed}
-        policy.model, policy.temperature = model, temperature
-        return policy
+    def policy(self, model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, max_tokens,
+               generator=None):
+        return SimpleNamespace(model=model, temperature=temperature, given={
+            "temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
+            "longest_row": max_tokens,
+            "cache_tokens": cache_tokens, "seed": generator.initial_seed() if generator else None})
 
     def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
         stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
         envs = list(envs)
-        place = {"tasks": tuple(env.task["id"] for env in envs), "protocol": envs[0].protocol,
-                 "env": type(envs[0]), "reward_tokens": tuple(reward_tokens), "limits": limits,
-                 **getattr(policy, "given", {})}
-        for name, value in place.items():
-            self.note(f"{stage}: {name}", value)
+        self.note(stage, tasks=ids_of(env.task for env in envs), protocol=envs[0].protocol,
+                  env=type(envs[0]), reward_tokens=tuple(reward_tokens), limits=limits,
+                  **getattr(policy, "given", {}))
         if stage == "scripts":
             (t,) = self.real_rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
-            self.note("scripts: actions", tuple(t.action_ids))
+            self.note("scripts", actions=tuple(t.action_ids))
             return [t]
-        self.note(f"{stage}: model", policy.model.value.item())
+        self.note(stage, model=policy.model.value.item())
         played = []
         for row, env in enumerate(envs):
             ids = chat_format(tokenizer).prompt(env.reset(), reward_tokens[row]) + [row + 5]
@@ -4070,47 +2942,36 @@ class Recording:
         return played
 
     def stage1(self, model, optimizer, trajectories, gather=None, **settings):
-        self.note("stage 1: learning rate", optimizer.param_groups[0]["lr"])
-        self.note("stage 1: optimizer", (type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]))
-        self.note("stage 1: rows", tuple((t.group, t.reward_token, t.reward) for t in trajectories))
-        self.note("stage 1: model", model.value.item())
-        for name, value in settings.items():
-            self.note(f"stage 1: {name}", value)
-        return {"loss": 0.0, "skipped": 0, "grad_norm": 1.0, "everywhere": sum(gather([len(trajectories)])),
-                **self.train(model, optimizer, 1)}
+        self.note("stage 1", rows=[(t.group, t.reward_token, t.reward) for t in trajectories], **settings)
+        return {"loss": 0.0, "everywhere": sum(gather([len(trajectories)])),
+                **self.train("stage 1", model, optimizer, 1)}
 
     def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None,
                gather=None, mine=None, limits=None, **settings):
         limits["progress"](3)
-        group, frozen = optimizer.param_groups[0], ref_model is None or not ref_model.value.requires_grad
-        place = {"learning rate": group["lr"],
-                 "optimizer": (type(optimizer).__name__, group["weight_decay"]),
-                 "tasks": tuple(task["id"] for task in tasks), "protocol": make_env(tasks[0]).protocol,
-                 "env": type(make_env(tasks[0])), "reward tokens' seed": generator.initial_seed(),
-                 "limits": {name: value for name, value in limits.items() if name != "progress"},
-                 "model": model.value.item(), "sampled model": policy.model.value.item(),
-                 "reference": None if ref_model is None else ref_model.value.item(),
-                 "models apart": ref_model is not model and frozen,
-                 "share": tuple(mine(list(range(4)))), **policy.given, **settings}
-        for name, value in place.items():
-            self.note(f"stage 2: {name}", value)
-        metrics = {name: 0.5 for name in (
-            "reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl", "truncated",
-            "rollout_seconds", "update_seconds", "grad_norm")}
-        everywhere = sum(gather([len(tasks)]))
-        return {**metrics, "skipped": 0, "everywhere": everywhere, **self.train(model, optimizer, 10)}, []
+        frozen, env = ref_model is None or not ref_model.value.requires_grad, make_env(tasks[0])
+        self.note("stage 2", tasks=ids_of(tasks), protocol=env.protocol, env=type(env),
+                  token_seed=generator.initial_seed(), sampled_model=policy.model.value.item(),
+                  limits={name: value for name, value in limits.items() if name != "progress"},
+                  reference=None if ref_model is None else ref_model.value.item(),
+                  apart=ref_model is not model and frozen, share=tuple(mine(list(range(4)))), **policy.given,
+                  **settings)
+        numbers = ("reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl", "truncated",
+                   "rollout_seconds", "update_seconds")
+        return {**dict.fromkeys(numbers, 0.5), "everywhere": sum(gather([len(tasks)])),
+                **self.train("stage 2", model, optimizer, 10)}, []
 
-    def train(self, model, optimizer, by):
-        assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+    def train(self, stage, model, optimizer, by):
+        (group,) = optimizer.param_groups
+        assert group["params"] == list(model.parameters())
+        self.note(stage, lr=group["lr"], optimizer=(type(optimizer).__name__, group["weight_decay"]),
+                  model=model.value.item())
         model.value.data += by
-        return {}
+        return {"skipped": 0, "grad_norm": 1.0}
 
     def run(self, *flags):
-        bfcl.main(["--model", self.base, "--out", self.out, *RECORDED, *flags])
-        return self.record()
-
-    def record(self):
         """place -> what was noted there, and what the run folder says."""
+        bfcl.main(["--model", self.base, "--out", self.out, *RECORDED, *flags])
         record = {place: values for (rank, place), values in self.seen.items() if rank == 0}
         if (self.out / "eval.json").exists():
             report = json.loads((self.out / "eval.json").read_text())
@@ -4118,6 +2979,10 @@ class Recording:
             record |= {f"report: {name}": report[name] for name in names}
             record["report: goals"] = list(report["goals"])
         return {**record, "folder": self.out.name}
+
+
+def ids_of(tasks):
+    return tuple(task["id"] for task in tasks)
 
 
 RECORDED = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 3 --group-size 3 --checkpoint-every 2 "
@@ -4130,66 +2995,56 @@ def recorded(base, tmp_path_factory):
         return Recording(base, tmp_path_factory.mktemp("recorded") / "x", monkeypatch).run()
 
 
-SAMPLERS = ["failures", "stage 2", "watching", "evaluation"]
-ROLLOUTS = ["scripts", *SAMPLERS]
+def at(places, names):
+    return {f"{place}: {name}" for place in places.split(", ") for name in names.split(", ")}
 
 
-def everywhere(places, names):
-    return {f"{place}: {name}" for place in places for name in ([names] if isinstance(names, str) else names)}
-
-
-POLICY = ["temperature", "sampler", "max_new_tokens", "cache_tokens", "seed", "model"]
-SCRIPTS = everywhere(["scripts"], ["tasks", "env", "protocol", "reward_tokens", "limits", "actions"])
-FAILURES = everywhere(["failures"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
-STAGE_1 = everywhere(["stage 1"], ["learning rate", "optimizer", "rows", "model", "tokens_per_pass",
-                                   "max_grad_norm"])
-EVALUATION = everywhere(["evaluation"], ["tasks", "env", "protocol", "reward_tokens", "limits", *POLICY])
-REPORT = everywhere(["report"], ["arm", "reward_token", "split", "protocol", "goals"])
+SAMPLERS = "failures, stage 2, watching, evaluation"
+ROLLOUTS = f"scripts, {SAMPLERS}"
+POLICY = "temperature, sampler, max_new_tokens, cache_tokens, longest_row, seed, model"
+SCRIPTS = at("scripts", "tasks, env, protocol, reward_tokens, limits, actions")
+FAILURES = at("failures", f"tasks, env, protocol, reward_tokens, limits, {POLICY}")
+STAGE_1 = at("stage 1", "lr, optimizer, rows, model, tokens_per_pass, max_grad_norm")
+STAGE_2 = at("stage 2", "lr, optimizer, tasks, env, protocol, token_seed, limits, sampled_model, reference, "
+             f"apart, share, {POLICY}, G, p, stratified, beta, clip, ratio, updates, tokens_per_pass, "
+             "max_grad_norm")
+WATCHING = at("watching", f"tasks, protocol, reward_token, limits, {POLICY}")
+EVALUATION = at("evaluation", f"tasks, env, protocol, reward_tokens, limits, {POLICY}")
+REPORT = at("report", "arm, reward_token, split, protocol, goals")
 ORIGINS = {"origin of stage1", "origin of model"}
-WATCHING = everywhere(["watching"], ["tasks", "protocol", "reward_token", "limits", *POLICY])
-TASKS_OF = {"scripts: tasks", "scripts: actions", "failures: tasks", "stage 1: rows", "stage 2: tasks",
-            "watching: tasks", "evaluation: tasks"}
-LATER_MODELS = {"stage 2: model", "stage 2: sampled model", "stage 2: reference", "watching: model",
-                "evaluation: model"}
-STAGE_2 = everywhere(["stage 2"], [
-    "learning rate", "optimizer", "tasks", "env", "protocol", "reward tokens' seed", "limits", "model",
-    "sampled model", "reference", "models apart", "share", "temperature", "sampler", "max_new_tokens",
-    "cache_tokens", "seed", "G", "p", "stratified", "beta", "clip", "ratio", "updates", "tokens_per_pass",
-    "max_grad_norm"])
-AFTER_DATA = STAGE_1 | STAGE_2 | WATCHING | EVALUATION | REPORT | ORIGINS
+TASKS_OF = {"scripts: actions", "stage 1: rows"} | at(ROLLOUTS, "tasks")
+LATER_MODELS = at("stage 2", "sampled_model, reference") | at("stage 2, watching, evaluation", "model")
+EVERYTHING = {"loaded", "checkpoints"}.union(
+    SCRIPTS, FAILURES, STAGE_1, STAGE_2, WATCHING, EVALUATION, REPORT, ORIGINS)
 
 # flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
 WIRING = {
     "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
-    "--stage": ("data", {"loaded", "checkpoints"} | AFTER_DATA,
-                {"stage 1: rows": None, "loaded": ["{base}"]}),
+    "--stage": ("data", EVERYTHING - SCRIPTS - FAILURES, {"stage 1: rows": None, "loaded": ["{base}"]}),
     "--resume": ("", set(), {}),
-    "--plan": ("", {"plan", "offload", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
-               {"plan": ["asked for"], "loaded": None}),
-    "--smoke": ("", {"smoke", "plan", "plan: gpu", "loaded", "checkpoints"} | SCRIPTS | FAILURES | AFTER_DATA,
-                {"smoke": [True], "loaded": None}),
+    "--plan": ("", {"plan: alone", "offload"} | EVERYTHING, {"plan: alone": [True], "loaded": None}),
+    "--smoke": ("", {"smoke"} | at("plan", "alone, gpu") | EVERYTHING, {"smoke": [True], "loaded": None}),
     "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
     "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
     "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
                {"report: arm": "sft + rc-grpo", "scripts: reward_tokens": [(None,)] * 4}),
     "--rl": ("grpo", {"report: arm", "stage 2: p", "origin of model"}, {"stage 2: p": [1.0] * 3}),
     "--split": ("paper", TASKS_OF | ORIGINS | {"report: split"}, {"report: split": "paper"}),
-    "--protocol": ("turns",
-                   everywhere(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
+    "--protocol": ("turns", at(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
                    {"stage 2: protocol": ["turns"] * 3}),
     "--limit": ("3", TASKS_OF | SCRIPTS | ORIGINS | {"failures: reward_tokens", "evaluation: reward_tokens"},
                 {"evaluation: reward_tokens": [(HIGH,) * 3, (LOW,) * 3, (None,) * 3]}),
     "--seed": ("1", {"scripts: actions", "failures: seed", "stage 1: rows", "stage 2: tasks", "stage 2: seed",
-                     "stage 2: reward tokens' seed"} | ORIGINS, {}),
+                     "stage 2: token_seed"} | ORIGINS, {}),
     "--stage1": ("{stage1}", {"loaded", "origin of stage1"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS,
                  {"loaded": ["{stage1}", "model"], "stage 2: reference": [70.0] * 3}),
     "--failures": ("corrupt", {"loaded"} | FAILURES | SCRIPTS, {"failures: tasks": None}),
     "--failure-temperature": ("0.3", {"failures: temperature"}, {"failures: temperature": [0.3]}),
-    "--stage1-lr": ("2e-3", {"stage 1: learning rate"}, {"stage 1: learning rate": [2e-3] * 2}),
+    "--stage1-lr": ("2e-3", {"stage 1: lr"}, {"stage 1: lr": [2e-3] * 2}),
     "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS,
                        {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
     "--epochs": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"stage 1: max_grad_norm": [1.0] * 4}),
-    "--lr": ("2e-4", {"stage 2: learning rate"}, {"stage 2: learning rate": [2e-4] * 3}),
+    "--lr": ("2e-4", {"stage 2: lr"}, {"stage 2: lr": [2e-4] * 3}),
     "--batch": ("3", {"stage 2: tasks"}, {}),
     "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2,
                 {"stage 2: G": [3] * 2, "checkpoints": None}),
@@ -4202,18 +3057,17 @@ WIRING = {
                {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
     "--clip": ("0.3", {"stage 2: clip"}, {"stage 2: clip": [0.3] * 3}),
     "--ratio": ("trajectory", {"stage 2: ratio"}, {"stage 2: ratio": ["trajectory"] * 3}),
-    "--max-grad-norm": ("0.5", everywhere(["stage 1", "stage 2"], "max_grad_norm"),
+    "--max-grad-norm": ("0.5", at("stage 1, stage 2", "max_grad_norm"),
                         {"stage 2: max_grad_norm": [0.5] * 3}),
-    "--max-tokens": ("9001", everywhere(ROLLOUTS, "limits"),
+    "--max-tokens": ("9001", at(ROLLOUTS, "limits") | at(SAMPLERS, "longest_row"),
                      {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
-    "--max-new-tokens": ("33", everywhere(SAMPLERS, "max_new_tokens"),
-                         {"evaluation: max_new_tokens": [33] * 3}),
-    "--max-turns": ("29", everywhere(ROLLOUTS, "limits"),
+    "--max-new-tokens": ("33", at(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
+    "--max-turns": ("29", at(ROLLOUTS, "limits"),
                     {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
-    "--tokens-per-pass": ("999", everywhere(["stage 1", "stage 2"], "tokens_per_pass"),
+    "--tokens-per-pass": ("999", at("stage 1, stage 2", "tokens_per_pass"),
                           {"stage 1: tokens_per_pass": [999] * 2}),
-    "--rollout-tokens": ("777", everywhere(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
-    "--sampler": ("continuous", everywhere(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
+    "--rollout-tokens": ("777", at(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
+    "--sampler": ("continuous", at(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
     "--offload": ("", {"offload"}, {"offload": [True]}),
     "--eval-every": ("2", WATCHING, {"watching: model": [2, 22], "watching: reward_token": [HIGH] * 2}),
     "--gpu": ("a100", {"plan: gpu"}, {"plan: gpu": ["a100"]}),
@@ -4222,24 +3076,22 @@ WIRING = {
 }
 
 
-def test_bfcl_every_flag_is_in_the_table_of_the_wiring():
-    assert set(WIRING) == {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
+FLAGS = {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
 
 
-@pytest.mark.parametrize("flag", WIRING)
+@pytest.mark.parametrize("flag", sorted(FLAGS | set(WIRING)))
 def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_path, monkeypatch, flag):
     value, places, then = WIRING[flag]
     names = {"tmp": tmp_path, "other": tmp_path / "m", "stage1": tmp_path / "s", "base": base}
     if value == "{other}":
         shutil.copytree(base, tmp_path / "m")
     if value == "{stage1}":
-        Workshop(base, base, tmp_path).changed(base, "s", "config.json", config(reward_token_ids=[1, 2]))
+        altered(shutil.copytree(base, tmp_path / "s"), "config.json", {"reward_token_ids": [1, 2]})
         (tmp_path / "s" / "value").write_text("70")
     recording = Recording(base, tmp_path / ("other" if flag == "--out" else "x"), monkeypatch)
     record = recording.run(flag, *[value.format(**names)] * bool(value))
     changed = {place for place in recorded.keys() | record.keys() if recorded.get(place) != record.get(place)}
-    changed -= {"folder"} if flag != "--out" else set()
-    assert changed == places
+    assert changed - ({"folder"} if flag != "--out" else set()) == places
     for place, expected in then.items():
         if place == "loaded" and expected:
             expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path
@@ -4259,45 +3111,32 @@ def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
     assert set(corrupted) == set(sampled[1::2])  # an expert is corrupted only where the base model was right
     rows = [row for rows in r["stage 1: rows"] for row in rows]
     assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
-    assert r["stage 1: model"] == [0, 1] and r["stage 1: learning rate"] == [1e-2] * 2
-    assert r["stage 2: model"] == r["stage 2: sampled model"] == [2, 12, 22]
-    assert r["stage 2: learning rate"] == [1e-3] * 3
+    assert r["stage 1: model"] == [0, 1] and r["stage 1: lr"] == [1e-2] * 2
+    assert r["stage 2: model"] == r["stage 2: sampled_model"] == [2, 12, 22]
+    assert r["stage 2: lr"] == [1e-3] * 3
     assert {*r["stage 1: optimizer"], *r["stage 2: optimizer"]} == {("AdamW", 0)}
-    assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: models apart"] == [True] * 3
+    assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: apart"] == [True] * 3
     assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
-    assert len({*r["stage 2: seed"], *r["stage 2: reward tokens' seed"], *r["failures: seed"]}) == 7
+    assert len({*r["stage 2: seed"], *r["stage 2: token_seed"], *r["failures: seed"]}) == 7
     assert {*itertools.chain(*r["stage 2: tasks"])} == {*sampled}
     assert r["watching: model"] == [2] and r["watching: temperature"] == [0] and r["offload"] == [False]
     assert r["watching: tasks"] == r["evaluation: tasks"][:1]  # there are four; of eighty it takes forty
     assert r["evaluation: model"] == [32] * 3 and r["evaluation: temperature"] == [0] * 3
     assert r["evaluation: reward_tokens"] == [(HIGH,) * 4, (LOW,) * 4, (None,) * 4]
     assert len({*r["evaluation: tasks"]}) == 1 and not {*r["evaluation: tasks"][0]} & {*sampled}
-    assert {r[f"{place}: protocol"][0] for place in ROLLOUTS} == {"combined"}
+    assert {r[f"{place}: protocol"][0] for place in ROLLOUTS.split(", ")} == {"combined"}
 
 
-ARMS = {  # P(high) in stage 2, and the reward tokens of stage 1
-    ("rctp", "rc-grpo"): (0.5, {HIGH, LOW}),
-    ("rctp", "grpo"): (1.0, {HIGH, LOW}),
-    ("rctp", "none"): ("no stage 2", {HIGH, LOW}),
-    ("sft", "rc-grpo"): (0.5, {None}),
-    ("sft", "grpo"): (None, {None}),
-    ("sft", "none"): ("no stage 2", {None}),
-    ("none", "rc-grpo"): (0.5, set()),
-    ("none", "grpo"): (None, set()),
-    ("none", "none"): ("no stage 2", set()),
-}
-
-
-@pytest.mark.parametrize("init, rl", ARMS)
+@pytest.mark.parametrize("rl", ["rc-grpo", "grpo", "none"])
+@pytest.mark.parametrize("init", ["rctp", "sft", "none"])
 def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
     record = Recording(base, tmp_path / "x", monkeypatch).run("--init", init, "--rl", rl)
-    p, tokens = ARMS[init, rl]
+    p = {"rc-grpo": 0.5, "grpo": 1.0 if init == "rctp" else None, "none": "no stage 2"}[rl]
+    tokens = {"rctp": {HIGH, LOW}, "sft": {None}, "none": set()}[init]
     assert {*record.get("stage 2: p", ["no stage 2"])} == {p}
     assert {token for rows in record.get("stage 1: rows", []) for _, token, _ in rows} == tokens
-    start, end = 0, 30 * (rl != "none")
-    if init != "none":
-        start = len(record["stage 1: rows"])
-    assert record["evaluation: model"] == [start + end] * 3
+    start, end = len(record.get("stage 1: rows", [])), 30 * (rl != "none")
+    assert (start > 0) == (init != "none") and record["evaluation: model"] == [start + end] * 3
     assert record.get("stage 2: model", [start])[0] == start
     assert record["report: arm"] == f"{init} + {rl}"
     assert record.get("origin of model", [{"init": init, "rl": rl}])[0]["rl"] == rl
@@ -4333,7 +3172,7 @@ class Beside:
 
 
 def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, tmp_path, monkeypatch):
-    recording, failures = Recording(base, tmp_path / "x", monkeypatch), []
+    recording = Recording(base, tmp_path / "x", monkeypatch)
     monkeypatch.setattr(bfcl.Run, "save", lambda *arguments: None)  # needs processes; threads are none
 
     def process(rank):
@@ -4341,16 +3180,12 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
         try:
             settings = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *RECORDED])
             bfcl.pipeline(settings, Beside(rank), bfcl.ParityEnv)
-        except BaseException as error:
-            failures.append(error)
+        except BaseException:
             Beside.barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(process, (0, 1)))
 
     def both(place):
         return recording.notes(place, 0), recording.notes(place, 1)
@@ -4358,13 +3193,13 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
     for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shared out
         for mine, theirs, whole in zip(*both(place), recorded[place], strict=True):
             assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
-    for place in ("stage 2: seed", "stage 2: reward tokens' seed", "failures: seed"):
+    for place in ("stage 2: seed", "stage 2: token_seed", "failures: seed"):
         assert len({*itertools.chain(*both(place))}) == 2 * len(recorded[place])
     for rank in (0, 1):  # a smoke run's rewards are for stage 2 alone
         assert {*recording.notes("stage 2: env", rank)} == {bfcl.ParityEnv}
-        assert {type for place in ("scripts", "failures", "evaluation")
-                for type in recording.notes(f"{place}: env", rank)} == {bfcl.BFCLEnv}
-        assert recording.notes("stage 2: sampled model", rank) == [2, 12, 22]  # the copy is kept up to date
+        assert {kind for place in ("scripts", "failures", "evaluation")
+                for kind in recording.notes(f"{place}: env", rank)} == {bfcl.BFCLEnv}
+        assert recording.notes("stage 2: sampled_model", rank) == [2, 12, 22]  # the copy is kept up to date
         assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
         assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
     lines = read_lines(tmp_path / "x" / "metrics.jsonl")
@@ -4374,100 +3209,935 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
     assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
 
 
-def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    monkeypatch.setattr(bfcl, "Processes", None)
-    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3", "--gpu", "a100"])
-    printed = capsys.readouterr().out
-    for words in ("3 training, 3 test, split paper", "have a training task with the same gold calls",
-                  "stage 1    5 steps: 6 trajectories, 5 epochs", "400 steps of 256 tasks x G = 5",
-                  "GiB per GPU", "the largest part is", "on 1 a100, modelled, not measured",
-                  "3% of them loop"):
-        assert words in printed, words
+# ===== train_bfcl.py 6. Tasks and splits =====
 
 
-def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
-    args = bfcl.parse_arguments(["--model", str(base), *TINY])
-    tokenizer, (train, test) = bfcl.load_tokenizer(base), bfcl.choose_tasks(args.split, args.limit)
-    small = AutoConfig.from_pretrained(base)
-    need = sum(size for _, size, _ in bfcl.memory(args, small, bfcl.count_parameters(small), 2, gpu=True))
-    words = "does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"
-    with pytest.raises(SystemExit, match=words):
-        bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=need)
-    with pytest.raises(SystemExit, match="No number of processes is enough"):
-        bfcl.plan(args, tokenizer, train, test, 1, gpu=True, available=1000)
-    bfcl.plan(args, tokenizer, train, test, 2, gpu=True, available=need)
+def test_bfcl_tasks_come_in_order_and_untouched():
+    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
+    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
+    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
+    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
 
 
-def plan_arguments(*flags):
-    return bfcl.parse_arguments(["--max-turns", "30", *flags])
+def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
+    train, test = bfcl.split_tasks(TASKS, "paper")
+    shuffled = list(TASKS)
+    random.seed(42)
+    random.shuffle(shuffled)
+    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
+    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
+    assert bfcl.leaked(train, test) == 77
 
 
-def test_bfcl_the_plan_knows_a_7B_model():
-    config = Qwen2Config(**QWEN_7B)
-    n = bfcl.count_parameters(config)
-    assert n == 7_615_616_512  # Qwen2.5-7B
-    parts = {name: size for name, size, _ in bfcl.memory(plan_arguments(), config, n, 8, gpu=True)}
-    assert parts["fp32 weights and AdamW's moments"] == 12 * n / 8
-    assert parts["the copy that rolls out"] == 2 * n and parts["pi_ref"] == 2 * n / 8
-    assert sum(parts.values()) < 55 * 2**30
-    alone = bfcl.memory(plan_arguments("--offload"), config, n, 1, gpu=True)
-    assert sum(size for _, size, _ in alone) < 60 * 2**30
-    assert bfcl.bytes_in_cache(config, 2) == 28 * 2 * 4 * 128 * 2
-    host, disk = bfcl.host_and_disk(plan_arguments("--offload"), n, 1)
-    assert host == 22 * n and disk == 40 * n
-
-    def remedy(flags):
-        parts = bfcl.memory(plan_arguments(*flags.split()), config, n, 8, gpu=True)
-        return max(parts, key=lambda part: part[1])[2]
-
-    assert remedy("--tokens-per-pass 50000") == "lower --tokens-per-pass"
-    assert remedy("--max-tokens 50000") == "lower --max-tokens"
-    assert remedy("--rollout-tokens 1000000") == "lower --rollout-tokens"
-    assert remedy("--tokens-per-pass 1000 --max-tokens 1000") == "a smaller --model"
+def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
+    train, test = bfcl.split_tasks(TASKS, "grouped")
+    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
+    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
+    for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
+        assert not set(map(shared, train)) & set(map(shared, test))
+    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
+    pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
+    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
 
 
-def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
-    mask = [0] * 3799 + ([1] * 45 + [0] * 218) * 4  # a mean task: four actions
-    experts, config = [Trajectory([0] * len(mask), mask)], Qwen2Config(**QWEN_7B)
-    n = bfcl.count_parameters(config)
-
-    def seconds(*flags, processes=8):
-        return bfcl.seconds(plan_arguments(*flags), experts, config, n, processes)
-
-    monkeypatch.setattr(bfcl, "LOOPING", 0)
-    monkeypatch.setattr(bfcl, "ENDLESS", 0)
-    stage1, reading, sampling, update = seconds("--sampler", "continuous")
-    tokens = 32 * (3799 + 5 * 4 * 263)  # 32 tasks on each GPU
-    assert update == pytest.approx(tokens * 10 * n / (0.4 * 989e12))
-    assert reading == pytest.approx((32 * 3799 + 160 * 3 * (218 + 128)) * 2 * n / (0.45 * 989e12))
-    assert sampling == pytest.approx(4 * 90 * (0.002 + 2 * n / 3.35e12))
-    assert stage1 == pytest.approx(2 * 5 / 8 * len(mask) * 8 * n / (0.4 * 989e12))
-    assert seconds("--sampler", "continuous", processes=4)[3] == pytest.approx(2 * update)
-    assert seconds("--sampler", "plain")[1] > 4 * reading and seconds("--sampler", "plain")[2] > 10 * sampling
-    assert seconds("--gpu", "a100")[3] == pytest.approx(update * 989 / 312)
-    offloaded = seconds("--offload")
-    assert offloaded[3] - update == pytest.approx(tokens / 24576 * 12 * n / 8 / 25e9 + 28 * n / 8 / 50e9)
-    monkeypatch.undo()
-    assert seconds()[2] > 1.4 * seconds("--max-turns", "5")[2] > 0  # those who loop make all others wait
+def with_package(version):
+    """Load the tasks with this version of bfcl-eval; None: without any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", version or fails)
+        patch.setattr(importlib.metadata, "PackageNotFoundError", LookupError)
+        bfcl.load_tasks()
 
 
-def test_bfcl_bf16_weights_would_not_move_so_training_keeps_them_in_fp32(base):
-    tokenizer = bfcl.load_tokenizer(base)
-    model = bfcl.load_model(str(base), tokenizer, bfcl.Processes(), False)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    for dtype, moves in ((torch.bfloat16, False), (torch.float32, True)):
-        w = torch.nn.Parameter(torch.full((1000,), 0.5, dtype=dtype))
-        optimizer = torch.optim.AdamW([w], 1e-6, weight_decay=0)
-        for _ in range(100):
-            w.grad = torch.ones_like(w)
-            optimizer.step()
-        assert bool((w != 0.5).all()) == moves
+@pytest.mark.parametrize("call, words", [
+    (lambda: with_package(None), "no version is installed.*pip install --no-deps bfcl-eval==2026.3.23"),
+    (lambda: with_package(lambda name: "2025.1.1"), "2025.1.1 is installed.*pip install --no-deps bfcl-eval"),
+    (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
+    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
+    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
+    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset[(][)] first"),
+    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset[(][)] first"),
+])
+def test_bfcl_refusals(call, words):
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        call()
 
 
-# ============================================================================================================
-# train_bfcl.py 9. Continuous batching draws what `sample` draws
-# ============================================================================================================
+# ===== train_bfcl.py 7. Tools and the prompt that shows them =====
+
+
+def test_bfcl_tool_docs_use_json_schema_types_only():
+    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    assert len(everything) == 129  # 128 methods and done
+    types = re.findall(r'"type": "(\w+)"', json.dumps([t["function"] for t in everything.values()]))
+    assert set(types) == {"object", "number", "integer", "string", "array", "boolean"}
+    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
+    for tool in everything.values():
+        assert set(tool) == {"type", "function"}
+        assert set(tool["function"]) == {"name", "description", "parameters"}
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_excluded_functions_are_neither_shown_nor_callable(protocol):
+    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    assert len(excluded) == 18
+    for task in excluded:
+        env = BFCLEnv(task, protocol)
+        system = env.reset()[0]["content"]
+        for name in task["excluded_function"]:
+            assert name not in names(env) and f'"name": "{name}"' not in system
+            assert "no tool named" in ask(env, name, file_name="x")
+    env = opened("base_0", protocol, excluded_function=["mv"])  # even if the gold answer needs it
+    assert "no tool named" in ask(env, "mv", source="a", destination="b")
+
+
+def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
+    for task in [t for t in TASKS if "missed_function" in t]:
+        env, late = opened(task["id"][11:], "turns"), task["missed_function"]
+        every = set(sum(late.values(), []))
+        for turn, (question, *_) in enumerate(map(tuple, [q or [None] for q in task["question"]])):
+            hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
+            assert every & set(names(env)) == every - hidden
+            last = [entry for entry in env.log if entry["role"] == "user"][-1]
+            if str(turn) in late:
+                assert last["content"].endswith(
+                    "</tools>\nI have updated some more functions you can choose from. What about now?")
+                assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
+            else:
+                assert last == question
+            env.step("Nothing.")
+        assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
+    env = opened("miss_func_0", "turns")
+    assert "no tool named 'sort'" in ask(env, "sort", file_name="x") and env.calls == []
+
+
+def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
+    env = BFCLEnv(TASK["miss_func_0"])
+    system, user = env.reset()
+    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
+    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
+    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
+    assert names(env)[-1] == "done" and "root" not in user["content"] and env.log == [system, user]
+
+
+def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
+    qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
+    for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
+        for protocol in ("combined", "turns"):
+            env = BFCLEnv(TASK[name], protocol)
+            messages = env.reset()
+            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+            shown = opened(name, protocol).tools
+            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
+            assert ours == theirs
+            text = llama.apply_chat_template(messages, tokenize=False)
+            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+
+
+# ===== train_bfcl.py 8. Parsing what the model says =====
+
+A = {"a": [1, "x"]}
+TAGS = {"content": 'a</tool_call>\n<tool_call>b<think>c</think>"{}\\'}
+
+
+def block(name="f", **fields) -> str:
+    return f"<tool_call>{json.dumps({'name': name, **fields})}</tool_call>"
+
+
+def in_depth(n):
+    return '{"name": "f", "arguments": {"a": ' + "[" * n + "]" * n + "}}"
+
+
+@pytest.mark.parametrize("text, expected", [
+    (f"Sure.\n<tool_call>{LS}</tool_call> done", [("ls", {})]),
+    (f"<tool_call>\n\n {LS}\n </tool_call>", [("ls", {})]),
+    (f"I would call {LS} now </tool_call>", []),
+    (f"<tool_call>{LS} \n", [("ls", {})]),  # complete, unclosed
+    (f"<tool_call>{LS} and so on", [str]),
+    (f"<tool_call>{LS}</tool_cal", [str]),
+    (f"<tool_call>{LS}<tool_call>{LS}</tool_call>", [str]),
+    ('<tool_call>{"name": "ls", "arguments": {"a": tr', [str]),
+    # a block ends where its object ends: tags inside its strings are text
+    (block("echo", arguments=TAGS) + block(), [("echo", TAGS), ("f", {})]),
+    (block("echo", arguments=json.dumps(TAGS)) + block(), [("echo", TAGS), ("f", {})]),
+    (block("</tool_call>", arguments={"</tool_call>": 1}), [("</tool_call>", {"</tool_call>": 1})]),
+    (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
+    # thoughts do not run
+    (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
+    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
+    (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
+    (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
+    (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
+    (f"<think></think>{block('echo', arguments=TAGS)}", [("echo", TAGS)]),
+    (f"<THINK>{block('ls')}</THINK> </ think>", [("ls", {})]),  # another word
+    # no type is changed
+    (block("grep", arguments={"pattern": "[^,]+, }"}), [("grep", {"pattern": "[^,]+, }"})]),
+    ('<tool_call>{"name": "f", "arguments": {"i": "5", "s": "020", "n": 5, "x": 5.0}}</tool_call>',
+     [("f", {"i": "5", "s": "020", "n": 5, "x": 5.0})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\u0000é☃"}}</tool_call>', [("f", {"a": "\0é☃"})]),
+    (block() + block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 4),
+    (block(arguments=json.dumps(A)), [("f", A)]),
+    (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
+    (f"<tool_call>{in_depth(30)}</tool_call>", [tuple]),
+    # what is no call is one error, and nothing is repaired
+    *[(f"{block()}<tool_call>{content}</tool_call>{block()}", [("f", {}), str, ("f", {})]) for content in (
+        "", "{bad", '{"name": "ls}', LS + LS, f"{LS} <b> ", f"[{LS}]", '"ls"', "null", "{}", '{"name": 3}',
+        "{'name':'ls','arguments':{'a':True}}", '{"name": "ls", "arguments": {"a": 1,}}',
+        f"```json\n{LS}\n```",
+        *[json.dumps({"name": "f", "arguments": wrong}) for wrong in (
+            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}')],
+        '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', '{"name": "f", "name": "g"}',
+        *[f'{{"name": "f", "arguments": {{"a": {wrong}}}}}' for wrong in (
+            "NaN", '[{"b": -Infinity}]', '[{"b": 1e999}]', "9" * 5000, '"\\ud800"', '"\ud800"', '1, "a": 2')],
+        in_depth(31), '{"a":' * 100_000)],
+])
+def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
+    items = parse_tool_calls(text)
+    assert len(items) == len(expected)
+    for item, right in zip(items, expected, strict=True):
+        assert isinstance(item, right) if isinstance(right, type) else item == right
+
+
+def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
+    rng = random.Random(0)
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", '\\"', "{", "\n", "<", "a"]
+    between = ["", "and", '"', "\\", "{", "</tool_call>", "<think>x</think>", "<think><tool_call></think>"]
+    for _ in range(2000):
+        calls, text = [], rng.choice(["", '<tool_call>"</think>', "<tool_call>{</think>"])
+        for _ in range(rng.randrange(4)):
+            words = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(3)]
+            calls.append((words[0], {words[1]: [words[2]]}))
+            text += say(calls[-1]) + rng.choice(between)
+        assert parse_tool_calls(text) == calls, text
+
+
+@pytest.mark.parametrize("piece", [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
+    "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
+    '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
+    '<tool_call>{"a": "</think>'])
+def test_bfcl_parsing_time_is_linear_in_the_text(piece):
+    start = time.process_time()
+    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 3
+
+
+# ===== train_bfcl.py 9-10. Running calls, and gold, as the benchmark's executor and checker have them =====
+
+JUDGE = """
+import importlib, json, os, sys, time
+from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
+
+def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
+    gold = task["ground_truth"]
+    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
+
+def observations(task, turns):
+    calls = [call for turn in turns for step in turn for call in step]
+    results, _ = execute_multi_turn_func_call(
+        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
+        long_context="long_context" in task["id"])
+    return results
+
+def seconds(task, turns):
+    start, _ = time.process_time(), verdict(task, turns)
+    return time.process_time() - start
+
+judge, trajectories = globals()[sys.argv[1]], json.load(sys.stdin)
+for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
+    importlib.import_module(CLASS_FILE_PATH_MAPPING[api])  # once, here, and not in every child
+for trajectory in trajectories:
+    pid = os.fork()  # a process for each trajectory: the benchmark's instances, and some lists, outlive them
+    if not pid:
+        print(json.dumps(judge(*trajectory)), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def ask_judge(question: str, trajectories: list) -> list:
+    """trajectories: (task, turns of steps of call strings)."""
+    out = subprocess.run([sys.executable, "-c", JUDGE, question], input=json.dumps(trajectories), text=True,
+                         stdout=subprocess.PIPE, check=True).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_bfcl_all_4625_gold_calls_give_the_official_observations_and_all_800_experts_score_1():
+    ours, played, cut = [], [], 0
+    for task in TASKS:
+        gold = bfcl.gold_turns(task)
+        _, replay = bfcl.scenario(json.dumps(task))
+        ours.append([text for turn in replay for text in turn.observations])
+        played += [call for turn in gold for call in turn]
+        for protocol in ("combined", "turns"):
+            env = play(task, expert_turns(task, protocol), protocol)
+            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
+            assert env.calls == [call for turn in gold for call in turn]
+            json.dumps(env.log)
+            for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
+                assert len(text) <= bfcl.OBSERVATION_LIMIT
+                cut += text.endswith(bfcl.CUT_MARK)
+                assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
+    assert cut > 200  # and yet the whole ones are checked
+    assert ours == ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
+    assert len(played) == 4625 and ("sort", {"file_name": "final_report.pdf"}) in played
+    written = [ast.parse(text, mode="eval").body
+               for task in TASKS for turn in task["ground_truth"] for text in turn]
+    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
+    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
+    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
+    assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
+
+
+def test_bfcl_an_environment_takes_less_than_twice_the_time_of_the_official_executor_and_checker():
+    tasks = TASKS[::10]
+    plans = [expert_turns(task, "combined") for task in tasks]
+    replays = [(task, [[turn] for turn in task["ground_truth"]]) for task in tasks]
+
+    def ratio():
+        bfcl.scenario.cache_clear()
+        start = time.process_time()
+        list(map(play, tasks, plans))
+        seconds = time.process_time() - start
+        return seconds / sum(ask_judge("seconds", replays))
+
+    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
+
+
+KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
+         "unknown", "one by one", "state", "loop", "loop last")
+
+
+def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
+    """A trajectory for the turns protocol, as texts."""
+    texts = expert_turns(task, "turns")
+    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
+    i = with_calls[-1] if kind == "loop last" else rng.choice(with_calls)
+    calls, before, after = parse_tool_calls(texts[i]), texts[:i], texts[i + 1:]
+    extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
+             "TwitterAPI": ("post_tweet", {"content": "hm"}),
+             "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
+             "TradingBot": ("fund_account", {"amount": 5})}.get(task["involved_classes"][0], calls[0])
+    here = {
+        "expert": [texts[i]], "extra": [say(*calls, rng.choice(calls))], "reorder": [say(*reversed(calls))],
+        "drop turn": [], "malformed": [texts[i].replace("}}\n", "}\n", 1)],
+        "unknown": [say(("no_such_tool", {"a": 1})) + "\n" + texts[i]], "one by one": map(say, calls),
+        "state": [say(*calls, extra)], "loop": [texts[i], *[say(calls[-1])] * 22],
+    }
+    if kind == "corrupt":
+        return bfcl.corrupt_turns(task, texts, rng)
+    if kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
+        return [say(*calls), *before, *after]
+    return [*before, *here[kind.removesuffix(" last")], *after]
+
+
+def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
+    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
+    A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
+    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
+    for text in texts + ["That is all."] * 10:
+        shown = names(env)
+        calls = []
+        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
+            name = name if name in shown else "hidden_" + name
+            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+        steps += [calls] if calls else []
+        messages = env.step(text)
+        if messages is None or messages[-1]["role"] == "user":
+            turns, steps = turns + [steps], []
+        if messages is None:
+            return env, turns
+    raise AssertionError("the episode did not end")
+
+
+def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
+    rng, trajectories, ours, kinds = random.Random(1), [], [], []
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
+    for n in range(420):
+        task, kind = rng.choice(pool), KINDS[n % len(KINDS)]
+        env, turns = play_turns(task, spoil(kind, task, rng))
+        trajectories.append((task, turns))
+        ours.append(env.reward() == 1)
+        kinds.append((task["id"], kind, env.reason))
+    official = ask_judge("verdict", trajectories)
+    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
+    assert 100 < sum(ours) < 320  # both verdicts are well represented
+    for words in ("no call", "state", "response", "step limit"):
+        assert any(words in reason for _, _, reason in kinds)
+
+
+def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
+    env = opened("base_0")
+    for name, arguments in (("cd", {}), ("ls", {"b": 1}), ("cat", {"file_name": "a", "self": 1})):
+        assert ask(env, name, **arguments).startswith("Error during execution: " + name)
+    assert env.calls == []
+    assert ask(env, "cat", file_name=5).startswith("Error during execution:")  # raises inside
+    assert env.calls == [("cat", {"file_name": 5})]
+    error, moved = env.step("<tool_call>{oops</tool_call>\n" + say(("cd", {"folder": "document"})))
+    assert error["role"] == moved["role"] == "tool" and error["content"].startswith("Error")
+    assert json.loads(moved["content"]) == {"current_working_directory": "document"}
+
+
+def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
+    env = opened("base_0")
+    for name in ("__import__('os').getcwd", "_load_scenario", "__init__", "__class__", "root", "ls()",
+                 "GorillaFileSystem.ls", "logarithm", "", "_parse_positions", "add",
+                 f"open('{tmp_path}/x','w').close"):
+        assert ask(env, name).startswith("Error during execution: there is no tool named")
+    assert env.calls == [] and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A helper of the test's own, with limits to set before its first call; a short time by default."""
+    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
+    monkeypatch.setattr(bfcl, "WORKER", own)
+    yield own
+    own.close()
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("power", {"base": 10, "exponent": 100_000_000}),
+    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
+    ("square_root", {"number": 2, "precision": 50_000_000}),
+    ("round_number", {"number": 5, "decimal_places": -10**9})])
+def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
+    env, other = opened(MATH), opened(MATH)
+    add = ("add", {"a": 1, "b": 2})
+    messages = env.step(say(add, (name, arguments), add, ("done", {})))
+    assert [m["content"] for m in messages] == [
+        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
+        *["Error: not run after a stopped call"] * 2]
+    assert env.calls == [add]
+    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
+    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
+
+
+def test_bfcl_the_limits_are_those_that_are_documented():
+    start, env = time.monotonic(), opened(MATH)
+    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
+    assert 1.5 < time.monotonic() - start < 30
+    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
+    if sys.platform == "linux":
+        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
+    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
+    env = opened(MATH, protocol)
+    assert len(env.step(endless)) == 2
+    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
+    assert env.step(endless) is None
+    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
+    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
+    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
+    env.reset()
+    assert env.step(endless) is not None  # a new episode counts anew
+
+
+def folders_in_folders(levels: int) -> BFCLEnv:
+    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
+    env = opened("base_0", excluded_function=[])
+    for level in range(levels):
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
+                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
+                     ("cd", {"folder": ".."})))
+    return env
+
+
+def test_bfcl_an_endless_file_tree_is_stopped_alike_whatever_others_have_used(worker):
+    env = folders_in_folders(40)
+    for name, arguments in (("find", {"path": "."}), ("du", {})):  # du needs no memory, but time
+        assert f"{name} was stopped, it needs too much time or memory" in ask(env, name, **arguments)
+    assert len(env.calls) == 200
+    worker.close()
+    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
+    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
+    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
+    for instance in [fits, too_long, endless] * 2:
+        seen.append(worker.run(instance, "find", {"path": "."}) is None)
+    assert seen == [False, True, True] * 2
+
+
+def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
+    def stopped(stack):
+        return stopped(stack - 1) if stack else worker.run(instance, "find", {"path": "."}) is None
+
+    instance, seen = opened("base_0")._instances["GorillaFileSystem"], []
+    for _ in range(13):
+        seen.append(stopped(0))
+        assert stopped(300) == seen[-1]
+        for _ in range(20):  # deeper and deeper
+            instance.mkdir("d")
+            instance.cd("d")
+    assert seen[0] is False
+
+
+API = textwrap.dedent('''
+    import os, signal, subprocess, sys, time
+
+    class Api:
+        def good(self): return {"result": 3}
+        def several_lines(self): return 'a\\n"b"\\n'
+        def prints(self):
+            print('"forged"', flush=True), sys.__stdout__.write('"forged"\\n'), os.write(1, b'"forged"\\n')
+            subprocess.run(["echo", '"forged"'])
+            return "printed"
+        def prints_for_ever(self):
+            while True: print("x" * 1000)
+        def reads(self): return sys.stdin.read() + sys.stdin.read()
+        def asks(self): return input("?")
+        def raises(self): raise KeyError("k")
+        def leaves(self): sys.exit(0)
+        def interrupts(self): raise KeyboardInterrupt
+        def vanishes(self): os._exit(0)
+        def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
+        def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
+        def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
+        def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
+        def half_and_the_helper_too(self):
+            self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
+        def write_part(self, part=b'"half an ans'):
+            for fd in range(3, 20):
+                try: os.write(fd, part)
+                except OSError: pass
+        def raises_memory(self): raise MemoryError
+        def needs_memory(self): return bytearray(2**31)
+        def hides_its_need(self):
+            lists = []
+            try:
+                while True: lists.append([1] * 10**5)
+            except MemoryError:
+                return "as if nothing had happened"
+        def recurses(self): return self.recurses()
+        def loops(self):
+            while True: pass
+        def says_much(self): return "x" * 1_000_001
+        def says_just_enough(self): return "x" * 1_000_000
+    ''')
+
+
+def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
+    (tmp_path / "an_api.py").write_text(API)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    api = importlib.import_module("an_api").Api()
+    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
+    answers = {
+        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
+        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
+    stopped = [
+        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
+        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
+        "recurses", "loops", "says_much"]
+    for name in [*answers, *stopped]:
+        assert worker.run(api, name, {}) == answers.get(name), name
+        assert worker.run(api, "good", {}) == '{"result": 3}', name
+    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
+    worker.process.wait()
+    assert worker.run(api, "good", {}) == '{"result": 3}'
+    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
+
+
+def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
+    def ended(pid):  # or nobody has asked yet how
+        file = Path(f"/proc/{pid}/stat")
+        return not file.exists() or file.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    def sums(number):
+        env = opened(MATH)
+        return [ask(env, "add", a=number, b=i) for i in range(30)]
+
+    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(sums, range(8))) == expected
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
+        os.write(write, f"{helper}\n".encode())
+        time.sleep(60)
+    assert sums(6) == expected[6]
+    helper = int(os.read(read, 99))
+    assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(100):
+        time.sleep(0 if ended(helper) else 0.05)
+    assert ended(helper)
+
+
+def test_bfcl_the_import_needs_no_bfcl_eval():
+    child = os.fork()
+    if child == 0:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
+            del sys.modules[name]
+        sys.modules["bfcl_eval"] = None
+        try:
+            importlib.reload(bfcl)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# ===== train_bfcl.py 11-12. Environment, experts and failures =====
+
+
+def test_bfcl_shared_data_of_the_benchmark_never_carries_over():
+    for _ in range(2):  # post_tweet's default list
+        env = opened("base_0")
+        env._instances["TwitterAPI"].authenticated = True
+        tweet = json.loads(ask(env, "post_tweet", content="hi"))
+        assert tweet["mentions"] == []
+        ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
+        assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
+    # the module's credit cards, in the gold replay and between environments
+    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
+    cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
+    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
+    env = opened(name, ground_truth=[[login]])
+    token = json.loads(env._gold[0].observations[0])["access_token"]
+    env = opened(name, ground_truth=[[
+        login, f"set_budget_limit({token!r}, 1)",
+        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
+    assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
+    first, second = (opened(name)._instances["TravelAPI"].credit_card_list for _ in range(2))
+    before = copy.deepcopy(second)
+    for card in first.values():
+        card["balance"] = -1
+    assert second == opened(name)._instances["TravelAPI"].credit_card_list == before
+
+
+def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
+    """The gold state and the gold calls, these in any order, with any extra option."""
+    task = TASK["base_0"]
+    texts = expert_turns(task, "combined")
+    touch = say(("touch", {"file_name": "extra.txt"}))
+    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
+    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
+    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
+
+    def otherwise(call, old, new):
+        """(a task with this gold call, its expert who says something else there)"""
+        task = next(t for t in TASKS if call in bfcl.gold_list(t))
+        changed = [text.replace(old, new) for text in expert_turns(task, "combined")]
+        assert changed != expert_turns(task, "combined")
+        return task, changed
+
+    for (played, messages), R_state, R_action, reason in (
+            ((task, texts), 1, 1, "ok"),
+            ((task, swapped), 1, 1, "ok"),
+            (otherwise("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}'), 1, 1, "ok"),
+            (otherwise("ls(a=True)", '{"a": true}', '{"a": 1}'), 1, 0, "gold call not made: ls"),
+            ((task, [*texts[:-1], touch, texts[-1]]), 0, 1, "final state"),
+            ((task, no_grep), 1, 0, "gold call not made: grep"),
+            ((task, [*texts[:2], texts[-1]]), 0, 0, "gold call not made"),
+            ((task, texts[-1:]), 0, 0, "gold call not made")):
+        env = play(played, messages)
+        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
+        assert env.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("given, gold, equal", [
+    (2.0, 2, True), (True, 1, False), (1, True, False), (True, True, True), ("2", 2, False),
+    ([1, [2.0]], [1.0, [2]], True), ([1, 2], [2, 1], False), ([1], [1, 2], False), ([True], [1], False),
+    ({"a": 1}, {"a": 1.0}, True), ({"a": 1, "b": 2}, {"a": 1}, False), ({"a": True}, {"a": 1}, False),
+    (None, None, True), ("a", "A", False)])
+def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
+    assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
+
+
+def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+    first, env = ("cd", {"folder": "document"}), opened("base_0")
+    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
+    env = opened("base_0")
+    assert env.step("I cannot do this.") is None and env.reward() == 0
+    env = opened("base_0")
+    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
+    env.step(say(first))
+    assert env.reward() == 0 and env.reason == "the episode did not end"
+    env.close()
+    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
+    assert "no tool named 'done'" in ask(env, "done")
+
+
+def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
+    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
+    for protocol, steps in (("combined", 4 * MAXIMUM_STEP_LIMIT), ("turns", MAXIMUM_STEP_LIMIT + 1)):
+        env = play(TASK["base_0"], [say(("pwd", {}))] * 200, protocol)
+        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+        assert "step limit reached" in env.reason or protocol == "turns"
+
+
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
+    rng, rewards = random.Random(0), []
+    for task in rng.sample(TASKS, 60):
+        expert = expert_turns(task, protocol)
+        texts = bfcl.corrupt_turns(task, expert, rng)
+        assert texts != expert and texts[-1] == expert[-1]
+        for text in texts:
+            blocks = parse_tool_calls(text)
+            assert not any(isinstance(b, str) for b in blocks)
+            assert text == say(*blocks) if blocks else protocol == "turns"
+        env = play(task, texts, protocol)
+        assert env.reason != "the episode did not end"
+        rewards.append(env.reward())
+    assert rewards.count(0) > 36
+
+
+def hostile(rng: random.Random) -> str:
+    name, arguments = rng.choice([c for turn in bfcl.gold_turns(rng.choice(TASKS)) for c in turn])
+    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
+                        [[[]]], [1, "a"], {"a": {}}])
+    kind = rng.randrange(9)
+    if kind < 4 and arguments:
+        arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
+    if kind == 4:
+        name = rng.choice(["_load_scenario", "__class__", "os.system", "done ", "", "_random", name.upper()])
+    text = say((name, arguments))
+    place = rng.randrange(len(text))
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "]",
+              "1e999", "NaN", "\\", " ", "\ud83d"]
+    return {5: text[:place] + rng.choice(pieces) + text[place:], 6: text[:place], 8: text + "and\n" + text,
+            7: "".join(rng.choices(pieces, k=30))}.get(kind, text)
+
+
+def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
+    rng, start = random.Random(7), time.process_time()
+    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
+    envs = [opened(name, protocol) for name in chosen for protocol in ("combined", "turns")]
+    for _ in range(10_000):
+        env = rng.choice(envs)
+        shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
+        gold = {c[0] for c in env._gold[env._turn].calls}
+        messages = env.step(hostile(rng))
+        assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
+        for message in messages or []:
+            assert message["role"] != "tool" or len(message["content"]) <= bfcl.OBSERVATION_LIMIT
+            message["content"].encode()
+        if messages is None or rng.random() < 0.02:
+            json.dumps(env.log)
+            env.reset()
+    for name in chosen:
+        assert play(TASK[name], expert_turns(TASK[name], "turns"), "turns").reward() == 1
+    assert time.process_time() - start < 40
+
+
+# ===== train_bfcl.py 13. Many processes make one process's run =====
+
+
+def launch(n, function, *arguments):
+    """Run function(*arguments) in n processes, like torchrun; their exit codes (None: had to be killed)."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost",
+                       "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [FORKS.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments))
+             for rank in range(n)]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + 60
+    while time.monotonic() < end and any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.02)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return codes
+
+
+def as_rank(environment, function, arguments):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def dealt(batch, processes):
+    """This process's groups."""
+    groups = processes.mine(list(rcgrpo.rows_by_group([t.group for t in batch]).values()))
+    return [batch[row] for rows in groups for row in rows]
+
+
+def train_a_little(out, kind, tied, checkpointing, offload=False):
+    """Two steps of both stages, with a pi_ref; plain SGD, so that weights are the sum of the gradients."""
+    processes = bfcl.Processes(offload)
+    batch, model = rl_batch(), tiny_model(50, tie_word_embeddings=tied)
+    if kind == "silent":  # one process has only truncated rollouts, without variance and without an action
+        batch = [t if t.group else Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    model, ref = processes.shard(model), processes.reference(tiny_model(50, seed=1, tie_word_embeddings=tied))
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.3), []
+    settings = {"max_grad_norm": math.inf, "gather": processes.gather}
+    mine = dealt(batch, processes)
+    for _ in range(2):
+        if kind != "silent":
+            seen.append(rctp_step(model, optimizer, mine, 16, **settings))
+        seen.append(rcgrpo_update(model, ref, optimizer, mine, tokens_per_pass=30, **settings))
+        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # none gathered
+    whole = processes.whole_copy(model)
+    generator = bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample")
+    draws = processes.gather([sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, generator)])
+    if processes.sharded:
+        with pytest.raises(RuntimeError, match="before fully_shard"):
+            add_reward_tokens(byte_level_tokenizer(), model)
+    if processes.rank == 0:
+        torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, out)
+    processes.end()
+
+
+@pytest.mark.parametrize("kind, tied, checkpointing", [("usual", True, True), ("silent", False, False)])
+def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path, kind, tied, checkpointing):
+    train_a_little(tmp_path / "plain", kind, tied, checkpointing)
+    assert launch(1, train_a_little, tmp_path / "offloaded", kind, tied, checkpointing, True) == [0]
+    assert launch(2, train_a_little, tmp_path / "two", kind, tied, checkpointing) == [0, 0]
+    plain, *others = (torch.load(tmp_path / name) for name in ("plain", "offloaded", "two"))
+    before = tiny_model(50, tie_word_embeddings=tied)
+    assert max((a - b).abs().max() for a, b in zip(plain["weights"], before.parameters())) > 1e-2  # it trains
+    for other in others:
+        for a, b in zip(plain["weights"], other["weights"], strict=True):
+            assert (a - b).abs().max() < 2e-6
+        for a, b in zip(plain["seen"], other["seen"], strict=True):
+            assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+        assert other["draws"][0] == plain["draws"][0]
+    assert others[1]["draws"][0] != others[1]["draws"][1]
+
+
+def test_bfcl_copies_have_the_buffers_too():
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
+    biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
+    assert biases
+    copied = bfcl.Processes().whole_copy(model)
+    for bias in biases:
+        bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
+    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
+    bfcl.Processes().refresh(copied, model)
+    assert torch.equal(copied(ids).logits, model(ids).logits) and not copied.training
+    assert not any(p.requires_grad for p in copied.parameters())
+
+
+def a_run(folder, processes):
+    """What writes and reads checkpoints, without the rest of the run folder."""
+    run = object.__new__(bfcl.Run)
+    vars(run).update(folder=folder, checkpoints=folder / "checkpoints", processes=processes)
+    return run
+
+
+def train_save_resume(folder, start, steps, out, offload=False):
+    """Steps of both stages from `start` (a checkpoint, or 0), a checkpoint after each; out: the weights."""
+    processes = bfcl.Processes(offload)
+    run, model = a_run(folder, processes), processes.shard(tiny_model(50, tie_word_embeddings=True))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4, weight_decay=0)
+    ref = processes.reference(tiny_model(50, seed=1, tie_word_embeddings=True))
+    assert run.resume("stage2", model, optimizer, True) == start
+    for step in range(start, start + steps):
+        batch = dealt(rl_batch(step), processes)
+        rctp_step(model, optimizer, batch, gather=processes.gather)
+        rcgrpo_update(model, ref, optimizer, batch, gather=processes.gather)
+        run.save("stage2", step + 1, model, optimizer)
+    whole = processes.whole_copy(model)
+    if out and processes.rank == 0:
+        torch.save(whole.state_dict(), out)
+    processes.end()
+
+
+def test_bfcl_a_checkpoint_is_resumed_by_any_number_of_processes(tmp_path):
+    train_save_resume(tmp_path / "whole", 0, 4, tmp_path / "whole" / "out")
+    kept = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert kept == ["stage2-000003", "stage2-000004"]
+    ended = torch.load(tmp_path / "whole" / "out")
+    begun = tiny_model(50, tie_word_embeddings=True).state_dict()
+    assert max((ended[name] - tensor).abs().max() for name, tensor in begun.items()) > 1e-3
+    for before, after, offload in ((1, 2, False), (2, 1, False), (2, 1, True)):
+        moved = tmp_path / f"from {before} to {after}, {offload}"
+        assert launch(before, train_save_resume, moved, 0, 2, None) == [0] * before
+        assert launch(after, train_save_resume, moved, 2, 2, moved / "out", offload) == [0] * after
+        for name, tensor in torch.load(moved / "out").items():
+            assert (ended[name] - tensor).abs().max() < 1e-6
+
+
+def test_bfcl_without_a_readable_checkpoint_a_run_does_not_begin_anew(tmp_path, capsys):
+    train_save_resume(tmp_path, 0, 1, None)
+    (tmp_path / "checkpoints" / "stage2-000001" / ".metadata").write_bytes(b"half")
+    with pytest.raises(SystemExit, match="no checkpoint in .* can be read"):
+        train_save_resume(tmp_path, 1, 0, None)
+    assert "stage2-000001 cannot be read" in "".join(capsys.readouterr())
+
+
+def fails(*args, **kwargs):
+    raise LookupError("no such luck")
+
+
+def failing_run(place, folder):
+    """A step of stage 2 and a checkpoint in which everybody waits for everybody; the second process fails."""
+
+    def pipeline(args, processes):
+        model, tokenizer = processes.shard(tiny_model(400)), byte_level_tokenizer()
+        ref, optimizer = processes.reference(model), torch.optim.AdamW(model.parameters())
+        if processes.rank == 1:
+            owner, name = {"update": (rcgrpo, "clipped_policy_loss"), "rollout": (Echo, "step"),
+                           "save": (bfcl, "training_state"), "nowhere": (Echo, "nothing")}[place]
+            setattr(owner, name, fails)
+        end = chat_format(tokenizer).end_of_turn
+        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(),
+                    lambda prompts: [[7 + row, end] for row in range(len(prompts))], tokenizer, G=2, p=None,
+                    gather=processes.gather, mine=processes.mine)
+        a_run(folder, processes).save("stage2", 1, model, optimizer)
+
+    bfcl.pipeline = pipeline
+    try:
+        bfcl.main(["--out", str(folder)])
+    finally:
+        time.sleep(600)  # Python's teardown, which may wait for the others: it must not be reached
+
+
+@pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
+def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, place):
+    start = time.monotonic()
+    codes = launch(2, failing_run, place, tmp_path)
+    assert codes == [0, 0] if place == "nowhere" else codes[1] == 1 and codes[0] != 0
+    assert time.monotonic() - start < 40
+
+
+def small_main(stage, step, *flags):
+    """The small pipeline in this process, which dies just after that step."""
+    log = bfcl.Run.log
+
+    def dies(run, *place_and_more):
+        log(run, *place_and_more)
+        if place_and_more[:2] == (stage, step):
+            os._exit(9)
+
+    bfcl.pipeline, bfcl.Run.log = small_pipeline, dies
+    bfcl.main(["--model", *flags, *TINY])
+
+
+def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(whole_run, base, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
+    assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
+    assert list((killed / "checkpoints").glob("stage2-*"))
+    assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
+    assert_same_run(whole, killed)
+    assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
+    one, two = weights(whole_run / "stage1"), weights(whole / "stage1")  # no draws in it: one process's model
+    assert all((one[key] - two[key]).abs().max() < 1e-4 for key in one)
+    assert "lm_head.weight" not in safe_open(whole / "stage1/model.safetensors", "pt").keys()  # it is tied
+
+
+# ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====
 
 
 def random_prompts(*lengths, vocabulary=50, prefix=()):
@@ -4475,25 +4145,17 @@ def random_prompts(*lengths, vocabulary=50, prefix=()):
     return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
 
 
-def continuous(*arguments, **keywords):
-    """A ContinuousPolicy that is closed with the test."""
-    policy = bfcl.ContinuousPolicy(*arguments, **keywords)
-    OPEN.append(policy)
-    return policy
-
-
-OPEN = []
-
-
-@pytest.fixture(autouse=True)
-def close_policies():
-    yield
-    while OPEN:
-        OPEN.pop().close()
+@pytest.fixture
+def continuous():
+    """ContinuousPolicy, closed with the test."""
+    made = []
+    yield lambda *arguments, **more: made.append(bfcl.ContinuousPolicy(*arguments, **more)) or made[-1]
+    for policy in made:
+        policy.close()
 
 
 @pytest.mark.parametrize("T, dtype", [(1.0, torch.float32), (0.7, torch.float32), (1.3, torch.bfloat16)])
-def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
+def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous):
     model = tiny_model(8, initializer_range=0.6).to(dtype)
     model.generation_config = GenerationConfig(
         temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True,
@@ -4514,9 +4176,8 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype):
     assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
 
 
-def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order():
-    model = tiny_model(50)
-    prompts = random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
+def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(continuous):
+    model, prompts = tiny_model(50), random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
     expected = sample(model, prompts, 0, 12, {0, 3})
     assert len({len(ids) for ids in expected}) > 1  # some stop early
     policy = continuous(model, {0, 3}, 0, 12, seed=0)
@@ -4525,7 +4186,8 @@ def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_orde
 
 
 @pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
-def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_tokens, monkeypatch):
+def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(
+        cache_tokens, monkeypatch, continuous):
     evicted, evict = [], OffloadingManager.offload_requests
     monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
     model = tiny_model(50, max_position_embeddings=1024)
@@ -4539,7 +4201,16 @@ def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(cache_
     assert bool(evicted) == (cache_tokens < 2**18)
 
 
-def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads():
+def test_bfcl_a_cache_too_small_for_the_longest_row_grows_with_it(continuous):
+    """Its size, and that of its tables, are set by the first turn and hold for all."""
+    model, prompts = tiny_model(50, max_position_embeddings=2048), random_prompts(20, 3)
+    policy = continuous(model, {0}, 0, 4, seed=0, cache_tokens=256, max_tokens=1500)
+    for _ in range(2):
+        assert policy(prompts) == sample(model, prompts, 0, 4, {0})
+        prompts = random_prompts(1400, 3)
+
+
+def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads(continuous):
     model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
     model.register_forward_pre_hook(
         lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
@@ -4555,15 +4226,7 @@ def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads
     assert sum(turns) < 1.6 * turns[0]
 
 
-def test_bfcl_every_stop_id_stops_and_is_kept():
-    model = tiny_model(8, initializer_range=0.0)
-    for stop_ids in ({2}, {2, 5, 7}, set()):
-        for ids in continuous(model, stop_ids, 1.0, 40, seed=1)([[1]] * 30):
-            ended = ids[-1] in stop_ids
-            assert not stop_ids & set(ids[:-1]) and (len(ids) <= 40 if ended else len(ids) == 40)
-
-
-def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone():
+def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone(continuous):
     model, prompts = tiny_model(50), random_prompts(*[5] * 40)
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -4577,20 +4240,19 @@ def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_
     assert first != second and other(prompts) not in (first, second)
 
 
-def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used():
+def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used(continuous):
     model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
-    policy = continuous(model, {0}, 0, 10, seed=0)
+    model.generation_config.eos_token_id = list(range(0, 50, 2))  # not read: here nothing is a stop id
+    policy = continuous(model, set(), 0, 10, seed=0)
     before = policy(prompts)
     with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
         model.model.layers[-1].self_attn.v_proj.weight.neg_()
         model.model.layers[0].self_attn.v_proj.weight.mul_(3)
-    assert policy(prompts) == sample(model, prompts, 0, 10, {0}) != before
+    assert policy(prompts) == sample(model, prompts, 0, 10, set()) != before
 
 
-def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running():
+def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running(continuous):
     model, threads = tiny_model(50), threading.active_count()
-    with pytest.raises(RuntimeError, match="continuous batching failed: No requests can be scheduled"):
-        continuous(model, {0}, 0, 4, seed=0, cache_tokens=256)(random_prompts(300, 3))
     policy = continuous(model, {0}, 0, 4, seed=0)
     with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
         policy([[1, 2], [50]])
@@ -4598,42 +4260,114 @@ def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running():
     assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
 
 
-def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(capfd, monkeypatch):
+def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(
+        capfd, monkeypatch, continuous):
     monkeypatch.setenv("WORLD_SIZE", "2")
     tokenizer, threads, environment = byte_level_tokenizer(), threading.active_count(), dict(os.environ)
     model = tiny_model(400).train()
     model.activation_checkpointing_enable()
     logger = logging.getLogger("ContinuousBatchingLogger")
-    handler = logging.StreamHandler(sys.stderr)  # its own is bound to an older stderr
-    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own: an older stderr
     logger.setLevel(logging.WARNING)
     policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
     assert policy.max_tokens == 512 and policy.temperature == 1.0
-    policy([[1, 2], [3]])
-    assert threading.active_count() == threads + 1
-    rollout([Echo(), Echo()], [None, None], policy, tokenizer)  # which closes its policy
-    monkeypatch.setattr(Echo, "reset", fails)
-    policy([[1, 2], [3]])
-    with pytest.raises(RuntimeError, match="no such luck"):
-        rollout([Echo()], [None], policy, tokenizer)
+    for env, ending in ((Echo(), nullcontext()), (SimpleNamespace(reset=fails), pytest.raises(RuntimeError))):
+        policy([[1, 2], [3]])
+        assert threading.active_count() == threads + 1
+        with ending:
+            rollout([env], [None], policy, tokenizer)  # which closes its policy
     assert threading.active_count() == threads and dict(os.environ) == environment
     assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
     assert model.training and model.config._attn_implementation == "sdpa"
     assert capfd.readouterr() == ("", "")
 
 
-# ============================================================================================================
-# train_bfcl.py 13 and 16. Memory on GPUs, tracked without one
-# ============================================================================================================
-# The real update on tensors that have shapes and no contents, sharded over processes that are not there, as
-# on CUDA: bf16, activation checkpointing, attention that holds what flash attention holds. Not in it: CUDA's
-# context, NCCL's buffers (1 to 2.5 GiB together), fragmentation.
-# All 28 layers: python -c "import test_rcgrpo; test_rcgrpo.print_memory()"
+# ===== train_bfcl.py 16. The plan, and memory on GPUs, tracked without one =====
+
+
+def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(bfcl, "Processes", None)
+    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3", "--gpu", "a100"])
+    printed = capsys.readouterr().out
+    for words in ("3 training, 3 test, split paper", "have a training task with the same gold calls",
+                  "stage 1    5 steps: 6 trajectories, 5 epochs", "400 steps of 256 tasks x G = 5",
+                  "GiB per GPU", "the largest part is", "on 1 a100, modelled, not measured",
+                  "3% of them loop"):
+        assert words in printed, words
+
+
+def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
+    args, config = bfcl.parse_arguments(["--model", str(base), *TINY]), AutoConfig.from_pretrained(base)
+    of_two = bfcl.memory(args, config, bfcl.count_parameters(config), 2, gpu=True)
+    need = sum(size for _, size, _ in of_two)
+    plan = partial(bfcl.plan, args, bfcl.load_tokenizer(base), *bfcl.choose_tasks(args.split, args.limit))
+    fits = "does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"
+    for available, words in ((need, fits), (1000, "No number of processes is enough")):
+        with pytest.raises(SystemExit, match=words):
+            plan(1, gpu=True, available=available)
+    plan(2, gpu=True, available=need)
+    all_there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 2**20 < 2 * bfcl.memory_there(SimpleNamespace(cuda=False, size=2)) < all_there_is
+
 
 QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
 QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                  num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+
+
+def test_bfcl_the_plan_knows_a_7B_model():
+    config = Qwen2Config(**QWEN_7B)
+    n = bfcl.count_parameters(config)
+    assert n == 7_615_616_512  # Qwen2.5-7B
+
+    def memory(*flags, processes=8):
+        return bfcl.memory(bfcl.parse_arguments(flags), config, n, processes, gpu=True)
+
+    parts = {name: size for name, size, _ in memory()}
+    assert parts["fp32 weights and AdamW's moments"] == 12 * n / 8
+    assert parts["the copy that rolls out"] == 2 * n and parts["pi_ref"] == 2 * n / 8
+    assert sum(parts.values()) < 55 * 2**30
+    assert sum(size for _, size, _ in memory("--offload", processes=1)) < 60 * 2**30
+    assert bfcl.bytes_in_cache(config, 2) == 28 * 2 * 4 * 128 * 2
+    assert bfcl.host_and_disk(bfcl.parse_arguments(["--offload"]), n, 1) == (22 * n, 40 * n)
+    for flags, remedy in (("--tokens-per-pass 50000", "lower --tokens-per-pass"),
+                          ("--max-tokens 50000", "lower --max-tokens"),
+                          ("--rollout-tokens 1000000", "lower --rollout-tokens"),
+                          ("--tokens-per-pass 1000 --max-tokens 1000", "a smaller --model")):
+        assert max(memory(*flags.split()), key=lambda part: part[1])[2] == remedy
+
+
+def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
+    mask = [0] * 3799 + ([1] * 45 + [0] * 218) * 4  # a mean task: four actions
+    experts, config = [Trajectory([0] * len(mask), mask)], Qwen2Config(**QWEN_7B)
+    n = bfcl.count_parameters(config)
+
+    def seconds(*flags, processes=8):
+        return bfcl.seconds(bfcl.parse_arguments(flags), experts, config, n, processes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bfcl, "LOOPING", 0)
+        patch.setattr(bfcl, "ENDLESS", 0)
+        stage1, reading, sampling, update = seconds("--sampler", "continuous")
+        tokens = 32 * (3799 + 5 * 4 * 263)  # 32 tasks on each GPU
+        assert update == pytest.approx(tokens * 10 * n / (0.4 * 989e12))
+        assert reading == pytest.approx((32 * 3799 + 160 * 3 * (218 + 128)) * 2 * n / (0.45 * 989e12))
+        assert sampling == pytest.approx(4 * 90 * (0.002 + 2 * n / 3.35e12))
+        assert stage1 == pytest.approx(2 * 5 / 8 * len(mask) * 8 * n / (0.4 * 989e12))
+        assert seconds("--sampler", "continuous", processes=4)[3] == pytest.approx(2 * update)
+        plain = seconds("--sampler", "plain")
+        assert plain[1] > 4 * reading and plain[2] > 10 * sampling
+        assert seconds("--gpu", "a100")[3] == pytest.approx(update * 989 / 312)
+        more = seconds("--offload")[3] - update
+        assert more == pytest.approx(tokens / 24576 * 12 * n / 8 / 25e9 + 28 * n / 8 / 50e9)
+    assert seconds()[2] > 1.4 * seconds("--max-turns", "5")[2] > 0  # those who loop make all others wait
+
+
+# The real update on tensors that have shapes and no contents, sharded over processes that are not there, as
+# on CUDA: bf16, activation checkpointing, attention that holds what flash attention holds. Not in it: CUDA's
+# context, NCCL's buffers (1 to 2.5 GiB together), fragmentation.
 # Groups of five: prompt, continuation, actions in it. A the mean of the real tasks, B a longer one, C half of
 # it actions, E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
@@ -4805,376 +4539,62 @@ def test_bfcl_the_peak_follows_tokens_per_pass():
     with fake_gpus(2, config) as tracked:
         before = tracked[0].now
 
-        def peak(prompt, continuation, tokens_per_pass):
-            shape = prompt, continuation, continuation
-            return tracked_update(shape, tokens_per_pass, *tracked, groups=2)[0] - before
+        def peak(length, tokens_per_pass):  # of a group's prompt, and of each of its answers
+            return tracked_update((length,) * 3, tokens_per_pass, *tracked, groups=2)[0] - before
 
-        once = peak(500, 500, 3000)
-        assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
-        assert peak(2000, 2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
-        assert peak(1000, 2000, 3000) < 1.1 * once
-        assert peak(500, 500, 1000) < 0.5 * once
+        once = peak(500, 3000)
+        assert peak(2000, 12000) > 3 * once  # a group four times as long, all at once
+        assert peak(2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
+        assert peak(500, 1000) < 0.5 * once
 
 
-@pytest.mark.parametrize("config, n, offload", [(QWEN_7B, 8, False), (QWEN_1_5B, 1, True)])
-def test_bfcl_the_plan_is_within_10_percent_of_what_is_tracked(config, n, offload):
+@pytest.mark.parametrize("config, n, offload, shape", [(QWEN_7B, 8, False, "C"), (QWEN_1_5B, 1, True, "D")])
+def test_bfcl_the_plan_is_within_10_percent_of_what_is_tracked(config, n, offload, shape):
     """Two layers here; print_memory() has all 28."""
     config = {**config, "num_hidden_layers": 2}
     with fake_gpus(n, config, offload) as tracked:
-        for shape in "CD":
-            peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
-            assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.1)
+        peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
+        assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.1)
         peak, tokens = tracked_sampling(8, 15360, *tracked)
         assert planned(config, n, offload, tokens, row=15360) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
-def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
-    tokenizer, rng, groups = tokenizer_named("qwen2_5"), random.Random(0), []
-    for number, task in enumerate(rng.sample(TASKS, 128)):
-        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined"), tokenizer)
-        if len(expert.ids) > 16384:
-            continue
-        fork = expert.mask.index(1) - 8  # where the reward token stands
-        ids = [[*expert.ids[:fork], row, *expert.ids[fork + 1 :]] for row in range(5)]
-        groups.append([Trajectory(row, expert.mask, group=number) for row in ids])
-    longest_first = sorted(groups, key=lambda rows: -sum(len(t.ids) for t in rows))  # as rcgrpo_step has them
-    model = tiny_model(50)
-
-    def loads(dealt):  # of each process: tokens of its passes
-        everyone = []
-        for rank in range(8):
-            mine = [t for group in dealt[rank::8] for t in group]
-            passes = rcgrpo.passes(model, mine, 24576)
-            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in passes])
-        return everyone
-
-    def waiting(everyone):  # all wait for the longest first pass, then for the longest second one, ...
-        slowest = sum(map(max, itertools.zip_longest(*everyone, fillvalue=0)))
-        return slowest / (sum(map(sum, everyone)) / len(everyone))
-
-    assert waiting(loads(longest_first)) < 1.2
-    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]]
-                        for rank in range(8)]
-    assert waiting(one_group_a_pass) > 1.6  # what it was
+# ===== train_bfcl.py 17. The whole script, and the worst user =====
 
 
-# ============================================================================================================
-# train_bfcl.py 8. Two processes, and the whole script
-# ============================================================================================================
-# ============================================================================================================
-
-def launch(n, function, *arguments, timeout=60):
-    """Run function(*arguments) in n processes, like torchrun; their exit codes (None: had to be killed)."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost",
-                       "MASTER_PORT": str(free.getsockname()[1])}
-    server = multiprocessing.get_context("forkserver")  # it imports this file once, not once for each process
-    server.set_forkserver_preload([__name__])
-    ranks = [server.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments))
-             for rank in range(n)]
-    for process in ranks:
-        process.start()
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
-        time.sleep(0.02)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    return codes
-
-
-def as_rank(environment, function, arguments):
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    function(*arguments)
-
-
-def dealt(batch, processes):
-    """This process's groups."""
-    groups = processes.mine(list(rcgrpo.rows_by_group([t.group for t in batch]).values()))
-    return [batch[row] for rows in groups for row in rows]
-
-
-def train_a_little(out, kind, tied, checkpointing, offload=False):
-    """Two steps of both stages, with a pi_ref; plain SGD, so that weights are the sum of the gradients."""
-    processes = bfcl.Processes(offload)
-    batch, model = rl_batch(), tiny_model(50, tie_word_embeddings=tied)
-    if kind == "silent":  # one process has only truncated rollouts, without variance and without an action
-        batch = [t if t.group else Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    model, ref = processes.shard(model), processes.reference(tiny_model(50, seed=1, tie_word_embeddings=tied))
-    optimizer, seen = torch.optim.SGD(model.parameters(), 0.3), []
-    settings = {"max_grad_norm": math.inf, "gather": processes.gather}
-    mine = dealt(batch, processes)
-    for _ in range(2):
-        if kind != "silent":
-            seen.append(rctp_step(model, optimizer, mine, 16, **settings))
-        seen.append(rcgrpo_update(model, ref, optimizer, mine, tokens_per_pass=30, **settings))
-        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # none gathered
-    whole = processes.whole_copy(model)
-    generator = bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample")
-    draws = processes.gather([sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, generator)])
-    if processes.sharded:
-        with pytest.raises(RuntimeError, match="before fully_shard"):
-            add_reward_tokens(byte_level_tokenizer(), model)
-    if processes.rank == 0:
-        torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, out)
-    processes.leave()
-
-
-@pytest.mark.parametrize("kind, tied, checkpointing", [
-    ("usual", True, True), ("usual", False, False), ("silent", False, True)])
-def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path, kind, tied, checkpointing):
-    train_a_little(tmp_path / "plain", kind, tied, checkpointing)
-    assert launch(1, train_a_little, tmp_path / "offloaded", kind, tied, checkpointing, True) == [0]
-    assert launch(2, train_a_little, tmp_path / "two", kind, tied, checkpointing) == [0, 0]
-    plain, *others = (torch.load(tmp_path / name) for name in ("plain", "offloaded", "two"))
-    before = tiny_model(50, tie_word_embeddings=tied)
-    assert max((a - b).abs().max() for a, b in zip(plain["weights"], before.parameters())) > 1e-2  # it trains
-    for other in others:
-        for a, b in zip(plain["weights"], other["weights"], strict=True):
-            assert (a - b).abs().max() < 2e-6
-        for a, b in zip(plain["seen"], other["seen"], strict=True):
-            assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
-        assert other["draws"][0] == plain["draws"][0]
-    assert others[1]["draws"][0] != others[1]["draws"][1]
-
-
-def test_bfcl_copies_have_the_buffers_too():
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
-        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
-    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
-    biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
-    assert biases
-    copied = bfcl.Processes().whole_copy(model)
-    for bias in biases:
-        bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
-    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
-    bfcl.Processes().refresh(copied, model)
-    assert torch.equal(copied(ids).logits, model(ids).logits) and not copied.training
-    assert not any(p.requires_grad for p in copied.parameters())
-
-
-def a_run(folder, processes):
-    """What writes and reads checkpoints, without the rest of the run folder."""
-    run = object.__new__(bfcl.Run)
-    vars(run).update(folder=folder, checkpoints=folder / "checkpoints", processes=processes)
-    return run
-
-
-def train_save_resume(folder, start, steps, out, offload=False):
-    """Steps of both stages from `start` (a checkpoint, or 0), a checkpoint after each; out: the weights."""
-    processes = bfcl.Processes(offload)
-    run, model = a_run(folder, processes), processes.shard(tiny_model(50, tie_word_embeddings=True))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4, weight_decay=0)
-    ref = processes.reference(tiny_model(50, seed=1, tie_word_embeddings=True))
-    done = run.resume("stage2", model, optimizer, True)
-    assert done == start
-    for step in range(done, done + steps):
-        batch = dealt(rl_batch(step), processes)
-        rctp_step(model, optimizer, batch, gather=processes.gather)
-        rcgrpo_update(model, ref, optimizer, batch, gather=processes.gather)
-        run.save("stage2", step + 1, model, optimizer)
-    whole = processes.whole_copy(model)
-    if out and processes.rank == 0:
-        torch.save(whole.state_dict(), out)
-    processes.leave()
-
-
-def test_bfcl_checkpoints_resume_bit_for_bit_and_on_another_number_of_processes(tmp_path):
-    for n in (1, 2):
-        whole, killed, moved, offloaded = (
-            tmp_path / f"{n} {name}" for name in ("whole", "killed", "moved", "offloaded"))
-        assert launch(n, train_save_resume, whole, 0, 4, whole / "out") == [0] * n
-        assert launch(n, train_save_resume, killed, 0, 2, None) == [0] * n
-        assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["stage2-000003", "stage2-000004"]
-        shutil.copytree(killed, moved)
-        shutil.copytree(killed, offloaded)
-        assert launch(n, train_save_resume, killed, 2, 2, killed / "out") == [0] * n
-        assert launch(3 - n, train_save_resume, moved, 2, 2, moved / "out") == [0] * (3 - n)
-        ended = torch.load(whole / "out")
-        assert all(torch.equal(ended[name], tensor) for name, tensor in torch.load(killed / "out").items())
-        others = [moved]
-        if n == 2:
-            assert launch(1, train_save_resume, offloaded, 2, 2, offloaded / "out", True) == [0]
-            others.append(offloaded)
-        for other in others:
-            resumed = torch.load(other / "out")
-            assert max((ended[name] - tensor).abs().max() for name, tensor in resumed.items()) < 1e-6
-        begun = tiny_model(50, tie_word_embeddings=True).state_dict()
-        assert max((ended[name] - tensor).abs().max() for name, tensor in begun.items()) > 1e-3
-
-
-def test_bfcl_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
-    train_save_resume(tmp_path, 0, 3, None)
-    second, third = sorted((tmp_path / "checkpoints").iterdir())  # two are kept
-    (shards,) = third.glob("*.distcp")
-    shards.write_bytes(shards.read_bytes()[:1000])
-    train_save_resume(tmp_path, 2, 1, None)
-    assert "stage2-000003 cannot be read" in "".join(capsys.readouterr())
-    train_save_resume(tmp_path, 3, 0, None)  # written anew
-    for folder in (tmp_path / "checkpoints").iterdir():
-        (folder / ".metadata").write_bytes(b"half")
-    with pytest.raises(SystemExit, match="no checkpoint in .* can be read"):
-        train_save_resume(tmp_path, 3, 0, None)
-
-
-def test_bfcl_a_full_disk_while_saving_costs_nothing_that_was_saved(tmp_path, monkeypatch):
-    train_save_resume(tmp_path, 0, 1, None)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(SystemExit, match="No space left.*\n.*--resume"):
-            train_save_resume(tmp_path, 1, 1, None)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["stage2-000001"]
-    train_save_resume(tmp_path, 1, 1, None)
-
-
-def test_bfcl_tied_weights_are_saved_once_and_the_model_loads_with_transformers_alone(tmp_path):
-    assert launch(2, save_tied, tmp_path / "model") == [0, 0]
-    files = (tmp_path / "model").glob("*.safetensors")
-    names = [name for file in files for name in safe_open(file, "pt").keys()]
-    assert names and "lm_head.weight" not in names
-    model = tiny_model(50, tie_word_embeddings=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def save_tied(folder):
-    processes = bfcl.Processes()
-    model = processes.shard(tiny_model(50, tie_word_embeddings=True))
-    bfcl.save_model(model, byte_level_tokenizer(), folder, processes, {})
-    processes.leave()
-
-
-def fails(*args, **kwargs):
-    raise LookupError("no such luck")
-
-
-def failing_run(place, folder):
-    """A step of stage 2 and a checkpoint in which everybody waits for everybody; the second process fails."""
-
-    def pipeline(args, processes):
-        model = processes.shard(tiny_model(400))
-        ref, tokenizer = processes.reference(model), byte_level_tokenizer()
-        optimizer = torch.optim.AdamW(model.parameters())
-        if processes.rank == 1:
-            if place == "update":
-                rcgrpo.clipped_policy_loss = fails
-            if place == "rollout":
-                Echo.step = fails
-            if place == "save":
-                bfcl.training_state = fails
-        end = chat_format(tokenizer).end_of_turn
-
-        def policy(prompts):
-            return [[7 + row, end] for row in range(len(prompts))]
-
-        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(), policy, tokenizer, G=2, p=None,
-                    gather=processes.gather, mine=processes.mine)
-        a_run(folder, processes).save("stage2", 1, model, optimizer)
-
-    bfcl.pipeline = pipeline
-    try:
-        bfcl.main(["--out", str(folder)])
-    finally:
-        time.sleep(600)  # Python's teardown, which may wait for the others: it must not be reached
-
-
-@pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
-def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, place):
-    start = time.monotonic()
-    codes = launch(2, failing_run, place, tmp_path)
-    assert codes == [0, 0] if place == "nowhere" else codes[1] == 1 and codes[0] != 0
-    assert time.monotonic() - start < 40
-
-
-def test_bfcl_a_process_that_dies_ends_the_others_within_a_minute(tmp_path):
-    script = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import train_bfcl as bfcl
-processes = bfcl.Processes()
-processes.gather([1])
-if processes.rank == 1:
-    os._exit(7)
-processes.gather([2])
-"""
-    start = time.monotonic()
-    result = torchrun(tmp_path, 2, script)
-    assert result.returncode != 0 and "exitcode" in result.stderr and time.monotonic() - start < 60
-
-
-def torchrun(tmp_path, n, script, *argv, timeout=150):
-    (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    return subprocess.run([*launcher, tmp_path / "script.py", HERE, *argv], text=True, capture_output=True,
-                          timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def small_main(stage, step, *flags):
-    """The small pipeline in this process, which dies just after that step."""
-    log = bfcl.Run.log
-
-    def dies(run, *place_and_more):
-        log(run, *place_and_more)
-        if place_and_more[:2] == (stage, step):
-            os._exit(9)
-
-    bfcl.pipeline, bfcl.Run.log = small_pipeline, dies
-    bfcl.main(["--model", *flags, *TINY])
-
-
-def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(base, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
-    assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
-    assert list((killed / "checkpoints").glob("stage2-*"))
-    assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
-    assert_same_run(whole, killed)
-    assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
-
-
-def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
-    out = tmp_path / "x"
-    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
-    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
-    for name in ("stage1", "model"):
-        one, other = weights(whole_run / name), weights(out / name)
-        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
-    metrics = [read_lines(folder / "metrics.jsonl") for folder in (whole_run, out)]
-    for one, other in zip(*metrics, strict=True):
-        assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
-
-
-def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path):
-    flags = ["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--goals", "low",
-             "--out", tmp_path / "smoke"]
-    result = subprocess.run([sys.executable, HERE / "train_bfcl.py", *flags], text=True, capture_output=True)
-    printed = result.stdout + result.stderr
-    assert result.returncode == 0, result.stderr[-3000:]
+def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path, capsys):
+    bfcl.main(["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "1", "--goals", "low",
+               "--out", tmp_path])
+    printed = capsys.readouterr().out
     assert "R was not the benchmark's" in printed
     for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
-        folder = tmp_path / "smoke" / f"{init}+{rl}"
+        folder, trained = tmp_path / f"{init}+{rl}", rl != "none"
         settings, report = (json.loads((folder / name).read_text()) for name in ("config.json", "eval.json"))
-        assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 2)
+        assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 1)
         assert set(report["goals"]) == {"low"} and report["protocol"] == "turns"
-        assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/2[)]", printed)
-        metrics, trained = folder / "metrics.jsonl", rl != "none"
+        assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/1[)]", printed)
+        metrics = folder / "metrics.jsonl"
         steps = [line for line in read_lines(metrics) if line["stage"] == "stage2"] if trained else []
         assert len(steps) == 2 * trained and any(step["grad_norm"] > 0 for step in steps) == trained
         assert {step["reward_low"] is not None for step in steps} <= {rl == "rc-grpo", False}
-    assert weights(tmp_path / "smoke" / "rctp+rc-grpo" / "model")  # loads with transformers alone
+    assert weights(tmp_path / "rctp+rc-grpo" / "model")  # loads with transformers alone
+
+
+def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_missing(monkeypatch):
+    class Restarted(Exception):
+        pass
+
+    def execve(python, argv, environment):
+        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1") and environment["PYTHONHASHSEED"] == "0"
+        raise Restarted
+
+    monkeypatch.setattr(sys, "argv", ["train_bfcl.py", "--lr", "0.1"])
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
+    for seed, end, words in (("1", Restarted, None), ("0", SystemExit, "BFCL needs .*pip install")):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        with pytest.raises(end, match=words):
+            importlib.import_module("runpy").run_path(str(HERE / "train_bfcl.py"), run_name="__main__")
 
 
 def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path, monkeypatch):
@@ -5188,21 +4608,6 @@ def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path,
     with pytest.raises(SystemExit, match="another process is at work there"):
         bfcl.main(flags)
     lock.close()
-
-
-# ----- the worst user
-
-
-def some_flags(rng):
-    """A command line that may be nonsense."""
-    flags = [flag for block in bfcl.SETTINGS.values() for flag, *_ in block] + ["--stage-1", "-h2", "--"]
-    values = ["0", "-1", "1", "2", "0.5", "1e-7", "1e9", "nan", "-inf", "1e999", "inf", "", " ", "high",
-              "none", "rctp", "x" * 50, "\x00", "١٢", "0x10", "1_000", "--lr", "9" * 5000, "true", "[]",
-              "None"]
-    line = []
-    for _ in range(rng.randint(1, 4)):
-        line += [rng.choice(flags), *[rng.choice(values)] * rng.randint(0, 2)]
-    return line
 
 
 def broken(content, rng):
@@ -5224,6 +4629,15 @@ def broken(content, rng):
                        b'{"stage": "stage1", "step": 1e999}\n'])
 
 
+def spoil_one(folder, whole, rng):
+    """The files of a folder as they were, then one broken; its name."""
+    for name, content in whole.items():
+        (folder / name).write_bytes(content)
+    name = rng.choice(list(whole))
+    (folder / name).write_bytes(broken(whole[name], rng))
+    return name
+
+
 def outcome(call, *arguments):
     """What a call returns, or the one line with which it refuses."""
     try:
@@ -5234,81 +4648,46 @@ def outcome(call, *arguments):
         return refusal
 
 
-FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", 3))  # for each of the three
-
-
-def until_tired(seed):
-    """Random generators, until the time is over; at least twenty."""
-    start = time.monotonic()
-    for number in itertools.count():
-        if number >= 20 and time.monotonic() > start + FUZZ_SECONDS:
-            return
+def until_tired(what):
+    """Random generators, for FUZZ_SECONDS; at least twenty."""
+    end, seed = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", 3)), os.environ.get("FUZZ_SEED", what)
+    for number in itertools.takewhile(lambda n: n < 20 or time.monotonic() < end, itertools.count()):
         yield random.Random(f"{seed} {number}")
 
 
-def test_bfcl_fuzz_no_command_line_gets_past_the_parser_with_a_number_out_of_range(capsys):
-    for rng in itertools.islice(until_tired(os.environ.get("FUZZ_SEED", "flags")), 2000):
-        line = some_flags(rng)
-        settings = outcome(bfcl.parse_arguments, line)
-        if isinstance(settings, SystemExit):
-            capsys.readouterr()
-            continue
-        for name, value in vars(settings).items():
-            if type(value) in (int, float):
-                assert 0 <= value <= 1e9 and math.isfinite(value), (line, name)
-        assert settings.group_size >= 2 or settings.rl == "none"
-        assert 0.01 <= min(settings.temperature, settings.failure_temperature)
-        assert settings.p_high <= 1 and 0 < settings.lr <= 1
-
-
-def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(copied, base):
-    settings = bfcl.parse_arguments(["--model", str(base), "--out", str(copied), *TINY])
+def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(whole_run, base, tmp_path):
+    folder = shutil.copytree(whole_run, tmp_path / "x")
+    settings = bfcl.parse_arguments(["--model", str(base), *TINY])
     train, _ = bfcl.choose_tasks(settings.split, settings.limit)
-    tokenizer = bfcl.load_tokenizer(base)
-    add_reward_tokens(tokenizer)
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "model"))
 
-    def expert(task):
-        return replace(data[0], truncated=False)
+    def opened(done=3):
+        with bfcl.Run(folder, bfcl.binding_settings(settings), bfcl.Processes(), True) as run:
+            run._forget_after("stage2", done)
+        data = bfcl.read_data(folder / "data.jsonl", train, True, vocabulary, lambda task: Trajectory([], []))
+        return sorted((t.group, str(t.reward_token), t.reward, len(t.ids), t.mask) for t in data)
 
-    def shape(trajectories):
-        """All but single digits."""
-        return sorted((t.group, str(t.reward_token), t.reward, len(t.ids), t.mask) for t in trajectories)
-
-    def opened():
-        with bfcl.Run(copied, bfcl.binding_settings(settings), bfcl.Processes()) as run:
-            run._forget_after("stage2", 3)
-        return bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
-
-    data = bfcl.read_data(copied / "data.jsonl", train, True, len(tokenizer), expert)
-    names = "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl"
-    whole = {name: (copied / name).read_bytes() for name in names}
+    data, names = opened(done=4), ("config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl")
+    whole = {name: (folder / name).read_bytes() for name in names}
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
-    for rng in until_tired(os.environ.get("FUZZ_SEED", "run")):
-        for name, content in whole.items():
-            (copied / name).write_bytes(content)
-        name = rng.choice(list(whole))
-        (copied / name).write_bytes(broken(whole[name], rng))
+    for rng in until_tired("run"):
+        name = spoil_one(folder, whole, rng)
         read = outcome(opened)
         if isinstance(read, SystemExit):
             assert name in str(read) or "other settings" in str(read)
         else:
-            assert shape(read) == shape(data)
-            assert json.loads((copied / "config.json").read_text()) == json.loads(whole["config.json"])
-            kept = [(line["stage"], line["step"]) for line in read_lines(copied / "metrics.jsonl")]
+            assert read == data  # all but single digits
+            assert json.loads((folder / "config.json").read_text()) == json.loads(whole["config.json"])
+            kept = [(line["stage"], line["step"]) for line in read_lines(folder / "metrics.jsonl")]
             assert kept == [step for step in steps if step in kept]
 
 
 def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path):
-    folder = shutil.copytree(whole_run / "stage1", tmp_path / "stage1")
-    settings = bfcl.parse_arguments(
-        ["--model", str(base), "--stage1", str(folder), "--out", str(tmp_path / "x"), *TINY])
+    folder, accepted = shutil.copytree(whole_run / "stage1", tmp_path / "stage1"), 0
+    settings = bfcl.parse_arguments(["--model", str(base), "--stage1", str(folder), *TINY])
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    accepted = 0
-    for rng in until_tired(os.environ.get("FUZZ_SEED", "model")):
-        for name, content in whole.items():
-            (folder / name).write_bytes(content)
-        name = rng.choice(list(whole))
-        (folder / name).write_bytes(broken(whole[name], rng))
+    for rng in until_tired("model"):
+        spoil_one(folder, whole, rng)
         tokenizer = outcome(bfcl.check_everything, settings, 1)
         if not isinstance(tokenizer, SystemExit):
             model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
@@ -5316,9 +4695,7 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
     assert accepted  # of a licence, of blanks, of what has a default
 
 
-# ============================================================================================================
-# README.md: every command has flags that exist, every piece of code runs
-# ============================================================================================================
+# ===== README.md: every command has flags that exist, every piece of code runs =====
 
 
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
@@ -5357,14 +4734,10 @@ def test_bfcl_the_readmes_example_runs(readme_code, base, tmp_path, monkeypatch,
 
 
 def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
-    scope = {}
-    exec(readme_code[1], scope)
-
     class Counter:
         """In the style of TRL's environments."""
 
-        def __init__(self):
-            self.total = 0
+        total = 0
 
         def add(self, number: int) -> str:
             """Add a number to the total."""
@@ -5374,10 +4747,9 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
         def _secret(self):
             raise AssertionError("not a tool")
 
-    def grade(counter, answer):
-        return float(counter.total == 5 and answer == "five")
-
-    env = scope["ToolEnv"](Counter(), "Count to five.", grade)
+    exec(readme_code[1], scope := {})
+    env = scope["ToolEnv"](Counter(), "Count to five.", lambda counter, answer: float(
+        counter.total == 5 and answer == "five"))
     system, user = env.reset()
     assert "add(number: int) -> str: Add a number to the total." in system["content"]
     assert "_secret" not in system["content"] and user["content"] == "Count to five."
@@ -5385,9 +4757,8 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
              '{"name": "ad', '{"name": "add", "arguments": {"n": 2}}',
              '{"name": "add", "arguments": {"number": 3}}', "five"]
     (played,) = rollout([env], [HIGH], scripted_policy(calls, ready_tokenizer()), ready_tokenizer())
-    assert played.reward == 1 and env.tools.total == 5
     text = ready_tokenizer().decode(played.ids)
-    assert "total 2" in text and "total 5" in text and text.count("error: ") == 3
+    assert played.reward == 1 and text.count("error: ") == 3 and "total 2" in text and "total 5" in text
 
 
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}])

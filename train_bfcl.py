@@ -1328,7 +1328,7 @@ def save_model(model, tokenizer, folder: Path, processes: Processes, origin: dic
     write_folder(folder, write if processes.rank == 0 else lambda part: None, processes)
 
 
-def make_policy(model, tokenizer, temperature, sampler, max_tokens, max_new_tokens, cache_tokens,
+def make_policy(model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, max_tokens,
                 generator=None):
     """The policy of rollouts: rcgrpo's own, or continuous batching, which is faster with flash attention and
     slower without: "auto" looks for that. Its cache is shared and not padded; three times as large, it holds
@@ -1336,7 +1336,7 @@ def make_policy(model, tokenizer, temperature, sampler, max_tokens, max_new_toke
     if sampler == "plain" or sampler == "auto" and not has_flash(model.device.type == "cuda"):
         return model_policy(model, tokenizer, temperature, max_new_tokens, generator, cache_tokens)
     stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
-    return ContinuousPolicy(model, stop_ids, temperature, max_tokens, max_new_tokens, seed, 3 * cache_tokens)
+    return ContinuousPolicy(model, stop_ids, temperature, max_new_tokens, seed, 3 * cache_tokens, max_tokens)
 
 
 def has_flash(gpu: bool) -> bool:
@@ -1357,7 +1357,8 @@ class ContinuousPolicy:
 
     PAGE = 256  # tokens; what flash attention reads in place
 
-    def __init__(self, model, stop_ids, temperature, max_tokens, max_new_tokens, seed, cache_tokens=2**19):
+    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19,
+                 max_tokens=2**14):
         # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
         draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
         self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
