@@ -4311,6 +4311,38 @@ def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
     assert 2**20 < 2 * bfcl.memory_there(SimpleNamespace(cuda=False, size=2)) < all_there_is
 
 
+def test_bfcl_torchrun_says_for_how_many_the_plan_is_and_the_first_process_prints_it(base, monkeypatch):
+    planned = []
+    monkeypatch.setattr(bfcl, "plan", lambda *given, **more: planned.append(given[4]))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank in "0123":
+        monkeypatch.setenv("RANK", rank)
+        bfcl.main(["--plan", "--model", str(base), *TINY])
+    assert planned == [8]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_bfcl_any_number_of_processes_shares_a_smoke_run_evenly(size, monkeypatch):
+    arms = []
+    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: arms.append(s))
+    monkeypatch.setattr(bfcl, "write_folder", lambda *_: None)
+    bfcl.smoke(["--smoke"], SimpleNamespace(rank=1, size=size))
+    assert len(arms) == 9 and all(s.batch % size == s.stage1_batch % size == 0 for s in arms)
+    bfcl.smoke(["--smoke", "--batch", "24", "--init", "sft"], SimpleNamespace(rank=1, size=size))
+    assert [s.batch for s in arms[9:]] == [24] * 3
+
+
+@pytest.mark.parametrize("cause", [None, MemoryError()])
+def test_bfcl_running_out_of_memory_says_which_flags_help(cause, monkeypatch, capsys):
+    def pipeline(*_):
+        raise (torch.OutOfMemoryError("no room") if cause is None else RuntimeError("batching")) from cause
+
+    monkeypatch.setattr(bfcl, "pipeline", pipeline)
+    with pytest.raises(RuntimeError):
+        bfcl.main([])
+    assert re.search("update lower --tokens-per-pass, .* rollouts --rollout-tokens", capsys.readouterr().err)
+
+
 QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
 QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
@@ -4724,7 +4756,9 @@ def test_bfcl_the_readmes_example_runs(readme_code, base, tmp_path, monkeypatch,
     example, *_ = readme_code
     assert len(example.strip().split("\n")) <= 48
     exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
-    assert len(capsys.readouterr().out.strip().split("\n")) == 30  # stage 1, a line a step
+    printed = capsys.readouterr().out.strip().split("\n")
+    assert [line.startswith("{'loss'") for line in printed[:31]] == [True] * 30 + [False]  # then a rollout
+    assert "[Reward Goal: <|" in "".join(printed[30:])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [("held_out" in line) for line in lines] == ([False] * 4 + [True]) * 2
     assert all(math.isfinite(line["loss"]) and line["kl"] >= 0 for line in lines)
@@ -4747,18 +4781,20 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
         def _secret(self):
             raise AssertionError("not a tool")
 
+        reset = _secret
+
     exec(readme_code[1], scope := {})
     env = scope["ToolEnv"](Counter(), "Count to five.", lambda counter, answer: float(
         counter.total == 5 and answer == "five"))
     system, user = env.reset()
     assert "add(number: int) -> str: Add a number to the total." in system["content"]
-    assert "_secret" not in system["content"] and user["content"] == "Count to five."
-    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret", "arguments": {}}',
+    assert not re.search("_secret|reset", system["content"]) and user["content"] == "Count to five."
+    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret"}', '{"name": "reset"}',
              '{"name": "ad', '{"name": "add", "arguments": {"n": 2}}',
-             '{"name": "add", "arguments": {"number": 3}}', "five"]
+             '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>', "five"]
     (played,) = rollout([env], [HIGH], scripted_policy(calls, ready_tokenizer()), ready_tokenizer())
     text = ready_tokenizer().decode(played.ids)
-    assert played.reward == 1 and text.count("error: ") == 3 and "total 2" in text and "total 5" in text
+    assert played.reward == 1 and text.count("error: ") == 4 and "total 2" in text and "total 5" in text
 
 
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}])
