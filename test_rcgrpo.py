@@ -2639,11 +2639,15 @@ def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
         os.kill(int(child), signal.SIGINT)
     work(max(file.stat().st_size for file in files) + 1000)
     os.killpg(main, signal.SIGINT)
-    os.waitpid(main, 0)
+    end = time.monotonic() + 30
+    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if alive:
+        os.killpg(main, signal.SIGKILL)
     said = (tmp_path / "screen").read_text()
     assert "stopped; the same command with --resume goes on" in said and "Traceback" not in said
     assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
-    assert all(file.exists() for file in files)  # none went on to its end
+    assert not alive and all(file.exists() for file in files)  # none went on to its end
 
 
 def test_toy_collapse_and_its_cure(tmp_path):
