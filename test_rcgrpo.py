@@ -2096,26 +2096,23 @@ def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy
         assert differ | by_chance == set(changed.split(", ")) | by_chance
 
 
-TINY_RUN = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
-
-
-def toy_metrics(folder):
-    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
-
-
 FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
 FORKS.set_forkserver_preload([__name__])
 
 
 def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
+    def metrics(folder):
+        lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
+        return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+    flags = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
     one, two = ["--out", str(tmp_path / "one")], ["--out", str(tmp_path / "two")]
-    toy_env.main([*TINY_RUN, *one])
+    toy_env.main([*flags, *one])
     screen = capsys.readouterr().out
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)
-    toy_env.main([*TINY_RUN, *two, "--jobs", "2"])
-    lines, summary = toy_metrics(tmp_path / "one"), json.loads((tmp_path / "one/summary.json").read_text())
-    assert toy_metrics(tmp_path / "two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
+    toy_env.main([*flags, *two, "--jobs", "2"])
+    lines, summary = metrics("one"), json.loads((tmp_path / "one/summary.json").read_text())
+    assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
     assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
     assert list(summary["arms"]) == list(toy_env.ARMS)
     keys = {"success": "success", "sigma": "sigma", "zero_std": "zero_std", "sigma2": "sigma2",
@@ -2149,15 +2146,15 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
         lambda args, seed, name, log: ran.append((seed, name)), toy_env.reinforce))
     lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
     lost.unlink()
-    toy_env.main([*TINY_RUN, *two, "--resume"])
-    assert ran == [(1, "rctp+grpo")] and toy_metrics(tmp_path / "two") == lines
+    toy_env.main([*flags, *two, "--resume"])
+    assert ran == [(1, "rctp+grpo")] and metrics("two") == lines
     with pytest.raises(SystemExit, match="2"):
-        toy_env.main([*TINY_RUN, *two, "--resume", "--lr", "0.1"])
+        toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
     assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
     lost.write_text("{")
     with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
-        toy_env.main([*TINY_RUN, *two, "--resume"])
-    toy_env.main([*TINY_RUN, *two, "--seeds", "1", "--arms", "rctp+grpo"])
+        toy_env.main([*flags, *two, "--resume"])
+    toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
     assert ran[1:] == [(0, "rctp+grpo")] and not lost.exists()
 
 
@@ -2239,7 +2236,7 @@ def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
     main = os.fork()
     if not main:
         os.setsid()  # ctrl-C reaches the processes that it starts, too
-        os.dup2(screen.fileno(), 2)
+        sys.stderr = screen
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             toy_env.main(["--jobs", "2", "--out", str(out)])
@@ -2247,16 +2244,28 @@ def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
             print(stopped, file=screen, flush=True)
         finally:
             os._exit(0)
-    begun = [out / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
-    while not all(file.exists() and file.read_text() for file in begun):  # both work; metrics come as they go
-        assert os.waitpid(main, os.WNOHANG) == (0, 0)
-        time.sleep(0.1)
+    files = [out / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
+
+    def work(size):  # metrics come as they go
+        while not all(file.exists() and file.stat().st_size > size for file in files):
+            assert os.waitpid(main, os.WNOHANG) == (0, 0)
+            time.sleep(0.1)
+
+    work(0)
     children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+    for child in children:  # that is for the process that started them
+        os.kill(int(child), signal.SIGINT)
+    work(max(file.stat().st_size for file in files) + 1000)
     os.killpg(main, signal.SIGINT)
-    os.waitpid(main, 0)
+    end = time.monotonic() + 30
+    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if alive:
+        os.killpg(main, signal.SIGKILL)
     said = (tmp_path / "screen").read_text()
     assert "stopped; the same command with --resume goes on" in said and "Traceback" not in said
     assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not alive and all(file.exists() for file in files)  # none went on to its end
 
 
 def test_toy_collapse_and_its_cure(tmp_path):
@@ -2276,38 +2285,6 @@ def test_toy_collapse_and_its_cure(tmp_path):
 # ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
 
 TASKS = bfcl.load_tasks()
-TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
-MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
-LS = '{"name": "ls", "arguments": {}}'
-
-
-def say(*calls) -> str:
-    return bfcl.calls_text(list(calls))
-
-
-def play(task, texts, protocol="combined") -> BFCLEnv:
-    env = BFCLEnv(task, protocol)
-    env.reset()
-    for text in texts:
-        if env.step(text) is None:
-            break
-    return env
-
-
-def ask(env, tool, **arguments) -> str:
-    """One call, the observation as the model sees it."""
-    env.step(say((tool, arguments)))
-    return [entry["content"] for entry in env.log if entry["role"] == "tool"][-1]
-
-
-def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
-    env = BFCLEnv({**TASK[task_name], **changes}, protocol)
-    env.reset()
-    return env
-
-
-def names(env) -> list:
-    return [tool["function"]["name"] for tool in env.tools]
 
 
 @pytest.fixture(scope="session")
@@ -3211,6 +3188,39 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
 
 # ===== train_bfcl.py 6. Tasks and splits =====
 
+TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
+MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
+LS = '{"name": "ls", "arguments": {}}'
+
+
+def say(*calls) -> str:
+    return bfcl.calls_text(list(calls))
+
+
+def play(task, texts, protocol="combined") -> BFCLEnv:
+    env = BFCLEnv(task, protocol)
+    env.reset()
+    for text in texts:
+        if env.step(text) is None:
+            break
+    return env
+
+
+def ask(env, tool, **arguments) -> str:
+    """One call, the observation as the model sees it."""
+    env.step(say((tool, arguments)))
+    return [entry["content"] for entry in env.log if entry["role"] == "tool"][-1]
+
+
+def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
+    env = BFCLEnv({**TASK[task_name], **changes}, protocol)
+    env.reset()
+    return env
+
+
+def names(env) -> list:
+    return [tool["function"]["name"] for tool in env.tools]
+
 
 def test_bfcl_tasks_come_in_order_and_untouched():
     assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
@@ -3294,7 +3304,7 @@ def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
     for task in [t for t in TASKS if "missed_function" in t]:
         env, late = opened(task["id"][11:], "turns"), task["missed_function"]
         every = set(sum(late.values(), []))
-        for turn, (question, *_) in enumerate(map(tuple, [q or [None] for q in task["question"]])):
+        for turn, question in enumerate(task["question"]):
             hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
             assert every & set(names(env)) == every - hidden
             last = [entry for entry in env.log if entry["role"] == "user"][-1]
@@ -3303,7 +3313,7 @@ def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
                     "</tools>\nI have updated some more functions you can choose from. What about now?")
                 assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
             else:
-                assert last == question
+                assert [last] == question
             env.step("Nothing.")
         assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
     env = opened("miss_func_0", "turns")
@@ -3759,10 +3769,11 @@ def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.alarm(30)
         helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
         os.write(write, f"{helper}\n".encode())
         time.sleep(60)
+    os.close(write)
     assert sums(6) == expected[6]
     helper = int(os.read(read, 99))
     assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
