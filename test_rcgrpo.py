@@ -2208,6 +2208,20 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
         assert text.startswith(opening) and f"[Reward Goal: {trajectory.reward_token}]<|im_end|>" in text
 
 
+def test_toy_seeds_are_compared_by_exact_tests_as_are_the_papers_differences():
+    assert toy_env.fisher_test(59, 68, 80) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 % of 80
+    assert toy_env.fisher_test(0, 5, 5) == pytest.approx(2 / math.comb(10, 5))
+    assert toy_env.fisher_test(3, 3, 8) == 1 == toy_env.sign_test(4, 4) == toy_env.sign_test(0, 0)
+    assert toy_env.sign_test(6, 0) == toy_env.sign_test(0, 6) == 2 / 2**6
+    assert toy_env.sign_test(4, 1) == 2 * (1 + 5) / 2**5
+    arms = {"rctp+grpo": {"success_after": [0.5, 0.95, 0.9, 0.2]},
+            "rctp+rc-grpo": {"success_after": [1.0, 0.95, 0.95, 0.95]}}
+    counts, tests = toy_env.compare_seeds(arms)
+    assert counts == "Of 4 seeds end above .9: RCTP+GRPO 1, RCTP+RC-GRPO 4."
+    assert "above RCTP+GRPO in 3 seeds, below in 0: sign test p = 0.25; " in tests
+    assert tests.endswith(f"p = {2 * 4 / math.comb(8, 5):.2g}.")
+
+
 @pytest.mark.parametrize("arm, changed, sentence, words", [
     ("sft+grpo", {}, 0, "90% of its first groups had sigma_g = 0"),
     ("sft+grpo", {}, 0, "in 7 steps held-out success hardly moved, 0.50±0.00 -> 0.50±0.00 ("),
@@ -2329,7 +2343,7 @@ def assert_same_run(a, b):
     for name in ("stage1", "model"):
         one, other = weights(a / name), weights(b / name)
         assert all(torch.equal(one[key], other[key]) for key in one)
-    for name in ("metrics.jsonl", "data.jsonl", "eval.json", "trajectories.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "data.jsonl", "eval.json", "trajectories.jsonl"):
         assert (a / name).read_text() == (b / name).read_text(), name
     assert not any((b / "checkpoints").iterdir())
 
@@ -2360,8 +2374,8 @@ def test_bfcl_the_defaults_are_the_papers():
 
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
-        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "checkpoints", "stage1",
-        "model", "eval.json", "trajectories.jsonl"}
+        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "samples.jsonl",
+        "checkpoints", "stage1", "model", "eval.json", "trajectories.jsonl"}
     lines = read_lines(whole_run / "metrics.jsonl")
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
@@ -2375,6 +2389,9 @@ def test_bfcl_a_run_leaves_what_it_promises(whole_run):
         assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(line)
         assert [m["role"] for m in line["messages"][:2]] == ["system", "user"]
         assert line["reason"].startswith("ran into --max-tokens") == line["truncated"]
+    samples = read_lines(whole_run / "samples.jsonl")
+    assert [line["step"] for line in samples] == [0, 1, 2, 3]
+    assert all(line["reward_token"] in line["text"] and line["reward"] in (0, 1) for line in samples)
     overall = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]["overall"]
     assert (overall["n"], overall["k"]) == (2, 0)
     for name, rl in (("stage1", "none"), ("model", "rc-grpo")):
@@ -4146,6 +4163,49 @@ def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not
     one, two = weights(whole_run / "stage1"), weights(whole / "stage1")  # no draws in it: one process's model
     assert all((one[key] - two[key]).abs().max() < 1e-4 for key in one)
     assert "lm_head.weight" not in safe_open(whole / "stage1/model.safetensors", "pt").keys()  # it is tied
+
+
+def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
+    out = tmp_path / "x"
+    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
+    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
+    for name in ("stage1", "model"):
+        one, other = weights(whole_run / name), weights(out / name)
+        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
+    metrics = [read_lines(folder / "metrics.jsonl") for folder in (whole_run, out)]
+    for one, other in zip(*metrics, strict=True):
+        assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
+def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
+    tokenizer, rng, groups = tokenizer_named("qwen2_5"), random.Random(0), []
+    for number, task in enumerate(rng.sample(TASKS, 128)):
+        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined"), tokenizer)
+        if len(expert.ids) > 16384:
+            continue
+        fork = expert.mask.index(1) - 8  # where the reward token stands
+        ids = [[*expert.ids[:fork], row, *expert.ids[fork + 1 :]] for row in range(5)]
+        groups.append([Trajectory(row, expert.mask, group=number) for row in ids])
+    longest_first = sorted(groups, key=lambda rows: -sum(len(t.ids) for t in rows))  # as rcgrpo_step has them
+    model = tiny_model(50)
+
+    def loads(dealt):  # of each process: tokens of its passes
+        everyone = []
+        for rank in range(8):
+            mine = [t for group in dealt[rank::8] for t in group]
+            passes = rcgrpo.passes(model, mine, 24576)
+            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in passes])
+        return everyone
+
+    def waiting(everyone):  # all wait for the longest first pass, then for the longest second one, ...
+        slowest = sum(map(max, itertools.zip_longest(*everyone, fillvalue=0)))
+        return slowest / (sum(map(sum, everyone)) / len(everyone))
+
+    assert waiting(loads(longest_first)) < 1.2
+    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]]
+                        for rank in range(8)]
+    assert waiting(one_group_a_pass) > 1.6  # what it was
 
 
 # ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====

@@ -363,7 +363,9 @@ def train_stage2(run: Run, train: list[dict], model, tokenizer, make_env, policy
                 **step_settings,
             )
         run.say(summary_line(step, steps, {**metrics, **watched}))
-        run.log("stage2", step, {**metrics, **watched}, trajectories)
+        samples = [{"reward_token": t.reward_token, "reward": t.reward, "text": tokenizer.decode(t.ids)}
+                   for t in trajectories[:1]]
+        run.log("stage2", step, {**metrics, **watched}, trajectories, *samples)
     run.finish("stage2", model, tokenizer)
 
 
@@ -1469,7 +1471,7 @@ def write_folder(folder: Path, write, processes: Processes):
 
 
 class Run:
-    """What is in --out: config.json, metrics.jsonl, timings.jsonl, checkpoints/, stage1/, model/, eval.json.
+    """What is in --out: config.json, LOGS, checkpoints/, stage1/, model/, eval.json, trajectories.jsonl.
 
     A folder belongs to one run at a time, and to one set of settings. Leave it by `close` or `with`."""
 
@@ -1512,7 +1514,7 @@ class Run:
             if changed:
                 raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
                                  "Choose another --out, or repeat the settings of that run.")
-        for name in ("metrics.jsonl", "timings.jsonl"):
+        for name in LOGS:
             self._steps_in(name)
         for part in [*self.folder.glob(".*.part"), *self.checkpoints.glob(".*.part")]:
             shutil.rmtree(part) if part.is_dir() else part.unlink()
@@ -1545,16 +1547,17 @@ class Run:
             if (step + 1) % self.checkpoint_every == 0 and step + 1 < steps:
                 self.save(stage, step + 1, model, optimizer)
 
-    def log(self, stage: str, step: int, metrics: dict, trajectories: list[Trajectory]):
-        """One line in metrics.jsonl, the same whenever the run is repeated (clocks: in timings.jsonl).
+    def log(self, stage: str, step: int, metrics: dict, trajectories: list[Trajectory], sample=None):
+        """One line in metrics.jsonl, the same whenever the run is repeated (clocks: in timings.jsonl), and a
+        rollout to be read in samples.jsonl.
 
         A gradient that is not finite was skipped; three in a row end the run, and the batch is kept."""
         if self.processes.rank == 0:
             clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
-            for file, values in (("metrics.jsonl", {n: v for n, v in metrics.items() if n not in clock}),
-                                 ("timings.jsonl", clock)):
+            numbers = {name: value for name, value in metrics.items() if name not in clock}
+            for file, values in zip(LOGS, (numbers, clock, sample), strict=True):
                 with open(self.folder / file, "a") as lines:
-                    lines.write(json_line({"stage": stage, "step": step, **values}))
+                    lines.write(json_line({"stage": stage, "step": step, **values}) if values else "")
             self._show(stage, step, metrics)
         self.skips = self.skips + 1 if metrics["skipped"] else 0
         if self.skips:
@@ -1569,7 +1572,7 @@ class Run:
         """Drop the lines written after the last checkpoint; count the steps skipped just before it."""
         self.skips = 0
         if self.processes.rank == 0:
-            for name in ("metrics.jsonl", "timings.jsonl"):
+            for name in LOGS:
                 lines = [line for line in self._steps_in(name)
                          if line["stage"] != stage or line["step"] < done]
                 write_text(self.folder / name, "".join(map(json_line, lines)))
@@ -1588,7 +1591,7 @@ class Run:
             self.board.close()
         shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         self.board = SummaryWriter(str(self.folder / "tensorboard"))
-        for name in ("metrics.jsonl", "timings.jsonl"):
+        for name in LOGS[:2]:
             for line in self._steps_in(name):
                 self._show(line.pop("stage"), line.pop("step"), line)
 
@@ -1655,7 +1658,7 @@ def training_state(model, optimizer) -> dict:
 # torch.distributed.checkpoint warns a process that is alone
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-STAGES = ["stage1", "stage2"]
+STAGES, LOGS = ["stage1", "stage2"], ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 STAGE_FOLDER = {"stage1": "stage1", "stage2": "model"}
 ORIGIN = ("init", "rl", "split", "protocol", "model", "limit", "seed")  # in rcgrpo.json beside a model
 
