@@ -111,7 +111,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
                 several = "+" if isinstance(default, list) else None
                 group.add_argument(flag, default=default, choices=values, nargs=several, help=shown)
             else:
-                read = some_text if values is TEXT else number(*values)
+                read = str if values is TEXT else number(*values)
                 group.add_argument(flag, default=default, type=read, metavar="X", help=shown)
     s = parser.parse_args(argv)
     s.epochs = s.epochs or {"rctp": 5, "sft": 2, "none": 1}[s.init]
@@ -119,6 +119,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     s.goals = list(dict.fromkeys(s.goals))
     idle = f"--stage {s.stage} has nothing to do in the arm --init {s.init} --rl {s.rl} --stage1 {s.stage1}"
     for refused, reason in (
+        ("" in [str(text).strip() for text in (s.out, s.model, s.stage1)],
+         "--out, --model and --stage1 must not be empty"),
         (s.group_size < 2 and s.rl != "none", "--group-size needs at least 2: rollouts are compared"),
         (s.stage1 and s.init == "none", "--stage1 with --init none: say how it was trained, rctp or sft"),
         (s.stage in ("data", "stage1") and (s.init == "none" or s.stage1), idle),
@@ -142,21 +144,9 @@ def number(kind, low, high):
     return read
 
 
-def some_text(text):
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def binding_settings(s) -> dict:
-    names = [flag[2:].replace("-", "_") for block in BINDING for flag, *_ in SETTINGS[block]]
-    return {name: getattr(s, name) for name in names}
-
-
 # ===== 2. The pipeline ======================================================================================
-# Defined further down: run.steps gives the steps left to do, with checkpoints between them, run.log writes
-# metrics.jsonl, run.finish saves the stage's model; processes.mine(items) is this process's share of them,
-# processes.gather(items) everybody's.
+# Further down: run.steps are the steps left to do, run.log writes metrics.jsonl, run.finish saves the model;
+# processes.mine(items) is this process's share of them, processes.gather(items) everybody's.
 def pipeline(s, processes: Processes, train_env=None):
     """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already.
 
@@ -185,7 +175,6 @@ def pipeline(s, processes: Processes, train_env=None):
             generator = seeded(processes, s.seed, "failures", processes.rank)
             model = load_to_sample(s.model)
             return policy_of(model, generator=generator, temperature=s.failure_temperature)
-
         # data, stage 1
         trained_here = s.init != "none" and not s.stage1
         if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
@@ -197,7 +186,6 @@ def pipeline(s, processes: Processes, train_env=None):
                          **both_stages)
         if trained_here:
             there_is(stage1, "stage1")
-
         # stage 2
         if s.stage in ("all", "stage2") and s.rl != "none" and not final.exists():
             make_env = partial(train_env or BFCLEnv, protocol=s.protocol)
@@ -213,7 +201,6 @@ def pipeline(s, processes: Processes, train_env=None):
                          s.lr, s.seed, limits, G=s.group_size, p=p, stratified=s.stratified, beta=s.beta,
                          clip=s.clip, ratio=s.ratio, updates=s.updates, watch=watch, eval_every=s.eval_every,
                          **both_stages)
-
         # evaluation
         if s.stage in ("all", "eval"):
             if s.rl != "none":
@@ -1661,6 +1648,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 STAGES, LOGS = ["stage1", "stage2"], ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 STAGE_FOLDER = {"stage1": "stage1", "stage2": "model"}
 ORIGIN = ("init", "rl", "split", "protocol", "model", "limit", "seed")  # in rcgrpo.json beside a model
+
+
+def binding_settings(s) -> dict:
+    names = [flag[2:].replace("-", "_") for block in BINDING for flag, *_ in SETTINGS[block]]
+    return {name: getattr(s, name) for name in names}
 
 
 def lock_folder(folder: Path):
