@@ -4643,13 +4643,15 @@ def test_bfcl_the_peak_follows_tokens_per_pass():
     with fake_gpus(2, config) as tracked:
         before = tracked[0].now
 
-        def peak(length, tokens_per_pass):  # of a group's prompt, and of each of its answers
-            return tracked_update((length,) * 3, tokens_per_pass, *tracked, groups=2)[0] - before
+        def peak(prompt, answer, tokens_per_pass):
+            shape = prompt, answer, answer
+            return tracked_update(shape, tokens_per_pass, *tracked, groups=2)[0] - before
 
-        once = peak(500, 3000)
-        assert peak(2000, 12000) > 3 * once  # a group four times as long, all at once
-        assert peak(2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
-        assert peak(500, 1000) < 0.5 * once
+        once = peak(500, 500, 3000)
+        assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
+        assert peak(1000, 2000, 3000) < 1.1 * once  # nearly as long, row by row
+        assert peak(2000, 2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
+        assert peak(500, 500, 1000) < 0.5 * once
 
 
 @pytest.mark.parametrize("config, n, offload, shape", [(QWEN_7B, 8, False, "C"), (QWEN_1_5B, 1, True, "D")])
