@@ -2127,7 +2127,7 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
             assert ends == [values[0], values[-1]]
         assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
 
-    # the screen: two groups, then anything else; the table, the curves, three sentences
+    # the screen: two groups, then anything else; the table, the curves, three sentences and two on the seeds
     groups, _, table = screen.partition("Success:")
     rows = re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)
     assert len(rows) == 6 and rows[:3] == ["none"] * 3 and set(rows[3:]) <= {"high", "low"}
@@ -2138,7 +2138,8 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
         assert re.search(rf"^{re.escape(arm)} +{token} ", table, re.M)
         assert len(re.findall(rf"^  {re.escape(arm)} +reward token {token} \|", table, re.M)) == 2
     assert re.search(r"^  the same +none ", table, re.M)
-    assert len(table.strip().split("\n\n")[-2].split("\n")) == 3
+    sentences = table.strip().split("\n\n")[-2].split("\n")
+    assert len(sentences) == 5 and sentences[3].startswith("Of 2 seeds end above .9: SFT+GRPO 0, ")
 
     # what is finished is kept with --resume, and only then; other settings and damaged files are refused
     ran = []
