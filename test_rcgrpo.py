@@ -210,6 +210,14 @@ def test_the_examples_in_the_docstrings_are_true():
     result = doctest.testmod(rcgrpo)
     assert result.failed == 0 and result.attempted >= 6
 
+def test_no_name_of_this_file_is_given_twice():
+    names = []
+    for node in ast.parse(Path(__file__).read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+    assert [name for name, n in Counter(names).items() if n > 1] == []
+
 
 # ===== 1. Reward tokens =====
 
@@ -2450,14 +2458,14 @@ def a_checkpoint_damaged_and_a_line_cut(base, out):
         metrics.write('{"stage": "sta')
 
 
-FULL = OSError(28, "No space left on device")
+NO_SPACE = OSError(28, "No space left on device")
 INJURIES = {
     "a line of stage 1": dies(bfcl.Run, "log", 2), "the first of stage 2": dies(bfcl.Run, "log", 4),
     "a checkpoint": dies(bfcl.Run, "save", 4), "kill -9": killed_by_the_kernel_while_it_saves,
     "a model saved, its checkpoints not removed": dies(bfcl.Run, "_remove_checkpoints", 0, after=False),
     "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut,
-    "full disk, a checkpoint": dies(os, "fsync", 8, error=FULL),  # torch wraps it
-    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=FULL),
+    "full disk, a checkpoint": dies(os, "fsync", 8, error=NO_SPACE),  # torch wraps it
+    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=NO_SPACE),
     "ctrl-C": dies(bfcl, "rcgrpo_step", 2, after=False, error=KeyboardInterrupt),
 }
 
@@ -2611,7 +2619,7 @@ CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                  "original_max_position_embeddings": 256}
 NO_LLM, OLD = (kind().to_json_string(use_diff=False).encode() for kind in (Gemma3Config, GPT2Config))
 SCORING = "--init none --rl none --split paper --model".split()
-REFUSED = [
+REFUSED_FLAGS = [
     # models
     ("--model no/such-model", "cannot load a tokenizer"),
     ("--stage1 /nowhere", "cannot load"),
@@ -2663,7 +2671,7 @@ REFUSED = [
 CLAIMED = "cannot load a model", "no weights for", "not one of"  # only the attempt shows
 
 
-@pytest.mark.parametrize("flags, words", REFUSED, ids=[words for _, words in REFUSED])
+@pytest.mark.parametrize("flags, words", REFUSED_FLAGS, ids=[words for _, words in REFUSED_FLAGS])
 def test_bfcl_what_cannot_work_is_refused_in_one_line_before_anything_is_written(
         base, whole_run, tmp_path, flags, words):
     flags = flags.split() if isinstance(flags, str) else flags(base, whole_run, tmp_path)
