@@ -214,7 +214,8 @@ def test_no_name_of_this_file_is_given_twice():
     names = []
     for node in ast.parse(Path(__file__).read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
-        names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        stored = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        names += [name.id for name in stored if isinstance(name.ctx, ast.Store)]
         names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
     assert [name for name, n in Counter(names).items() if n > 1] == []
 
