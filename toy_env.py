@@ -1,4 +1,4 @@
-"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in 90 seconds.
+"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in about two minutes.
 
     python toy_env.py                        one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
     python toy_env.py --seeds 20 --jobs 2    twenty seeds; with --resume, go on where that was stopped
