@@ -1063,6 +1063,15 @@ def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
         assert (ours_gradients[name] - gradient).norm() < 0.05 * gradient.norm() + 0.02, name
 
 
+def test_ids_that_were_looked_up_belong_to_who_asked():
+    chat = chat_format(ready_tokenizer())
+    for ask in (lambda: chat.prompt(user("the cat"), HIGH), lambda: chat.suffix(user("sat"))):
+        first = ask()
+        expected = list(first)
+        first.append(7)
+        assert ask() == expected
+
+
 def test_autocast_may_stand_around_the_whole_loop():
     """It keeps the weights that it has cast: a step must not go on with those of the step before."""
     ended = []
@@ -4401,6 +4410,19 @@ def test_bfcl_torchrun_says_for_how_many_the_plan_is_and_the_first_process_print
         monkeypatch.setenv("RANK", rank)
         bfcl.main(["--plan", "--model", str(base), *TINY])
     assert planned == [8]
+
+
+def test_bfcl_the_hours_are_those_of_the_gpu_that_is_there_and_any_flash_attention_counts(base, monkeypatch):
+    args = bfcl.parse_arguments(["--model", str(base), *TINY])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, gpu in (("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("Tesla T4", "h200")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        bfcl.plan(args, bfcl.load_tokenizer(base), *bfcl.choose_tasks(args.split, 1), 1, True, None)
+        assert args.gpu == gpu  # one that is not known leaves what was said
+    for two, three in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(bfcl, "is_flash_attn_2_available", lambda kernels_fallback_ok, two=two: two)
+        monkeypatch.setattr(bfcl, "is_flash_attn_3_available", lambda kernels_fallback_ok, three=three: three)
+        assert bfcl.has_flash(gpu=True) == (two or three) and not bfcl.has_flash(gpu=False)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

@@ -175,6 +175,7 @@ def pipeline(s, processes: Processes, train_env=None):
             generator = seeded(processes, s.seed, "failures", processes.rank)
             model = load_to_sample(s.model)
             return policy_of(model, generator=generator, temperature=s.failure_temperature)
+
         # data, stage 1
         trained_here = s.init != "none" and not s.stage1
         if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
@@ -1214,10 +1215,13 @@ class Processes:
         ends those that wait."""
         if self.size > 1:
             if error is None:
-                self.gather([])
-            elif not isinstance(error, SystemExit):
+                try:
+                    self.gather([])
+                except RuntimeError as gone:  # another one failed
+                    error = gone
+            if error and not isinstance(error, SystemExit):
                 traceback.print_exception(error)
-            elif isinstance(error.code, str):
+            elif error and isinstance(error.code, str):
                 print(error, file=sys.stderr)
             WORKER.close()
             sys.stdout.flush()
