@@ -1955,7 +1955,7 @@ def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
 
 
 TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
-            "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4"]
+            "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4", "--jobs", "1"]
 
 
 def weight(model):
@@ -2215,6 +2215,7 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
     assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
     args, trained = toy_env.parse_arguments(flags)[0], tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
     assert (args.lr, args.max_new_tokens, args.tokens_per_pass, args.group_size) == (1e-5, 24, 4096, 3)
+    assert toy_env.parse_arguments([])[0].jobs == 2 and toy_env.parse_arguments(["--model", "x"])[0].jobs == 1
     (before, *_), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
     assert after.dtype == torch.float32 and not torch.equal(before.lm_head.weight, after.lm_head.weight)
     saved = AutoTokenizer.from_pretrained(trained)
@@ -2301,9 +2302,10 @@ def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
     assert not alive and all(file.exists() for file in files)  # none went on to its end
 
 
-def test_toy_collapse_and_its_cure(tmp_path):
+def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
     """What the project is about, in fewer steps than by default: SFT + GRPO has almost no group with variance
     and gains nothing; RCTP + RC-GRPO has many, and begins to solve what nobody demonstrated. Seed 1."""
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)  # two processes, the default
     toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "160",
                   "--steps", "20", "--test-tasks", "60", "--out", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -1,7 +1,7 @@
-"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in about two minutes.
+"""A toy tool environment that shows the variance collapse, and RC-GRPO undoing it, in one to two minutes.
 
     python toy_env.py                        one seed of the 2x2 {SFT, RCTP} x {GRPO, RC-GRPO}
-    python toy_env.py --seeds 20 --jobs 2    twenty seeds; with --resume, go on where that was stopped
+    python toy_env.py --seeds 20             twenty seeds; with --resume, go on where that was stopped
     python toy_env.py --model DIR_OR_NAME    the same house with a pretrained chat model
     python toy_env.py --help                 what there is to play with
 
@@ -69,6 +69,7 @@ SETTINGS = {  # name: (default for the tiny transformer, for a pretrained model,
     "test-tasks": (200, 40, 2, 10**6, "held-out tasks"),
     "max-new-tokens": (8, 24, 1, 10**6, "tokens per call, at most"),
     "tokens-per-pass": (24576, 4096, 1, 10**9, "tokens per pass, at most: bounds the memory"),
+    "jobs": (2, 1, 1, 1000, "processes at a time; the results are those of one"),
 }
 ARMS = {  # arm: the reward token that it is evaluated under
     "sft+grpo": None, "sft+rc-grpo": HIGH, "rctp+grpo": HIGH, "rctp+rc-grpo": HIGH,
@@ -604,7 +605,6 @@ def parse_arguments(argv=None):
     add = parser.add_argument
     add("--seed", type=within(int, 0, 2**31), default=0, help="first seed")
     add("--seeds", type=within(int, 1, 10**6), default=1, help="how many seeds")
-    add("--jobs", type=within(int, 1, 1000), default=1, help="processes; the results are those of one")
     add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="which arms (all)")
     add("--model", help="a pretrained chat model, folder or name, in place of the tiny transformer")
     add("--stratified", action="store_true", help="exactly round(pG) high reward tokens in every group")
