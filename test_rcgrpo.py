@@ -97,6 +97,7 @@ from rcgrpo import (
 )
 from train_bfcl import BFCLEnv, DTensor, expert_turns, parse_tool_calls
 
+gc.freeze()  # what the libraries made at import need not be looked through each time
 torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "shared" / "tokenizers"
@@ -2325,7 +2326,6 @@ TASKS = bfcl.load_tasks()
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """The tiny random model of --smoke."""
-    gc.freeze()  # what the libraries made at import need not be looked through each time a model is loaded
     folder = tmp_path_factory.mktemp("base")
     bfcl.make_tiny_model(folder)
     return folder
