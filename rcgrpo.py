@@ -1,7 +1,7 @@
 """RC-GRPO in one file: Reward-Conditioned Group Relative Policy Optimization (arXiv 2602.03025).
 
 An agent fine-tuned on expert demonstrations becomes so sure of itself that all G rollouts of a task earn the
-same reward. Then sigma_g, the std of the rewards in a group, is 0, every advantage is 0, GRPO learns nothing.
+same reward. Then sigma_g, the std of the rewards in a group, and every advantage are 0: GRPO learns nothing.
 RC-GRPO puts a reward token into the prompt and lets it vary within the group:
 
   stage 1, RCTP     minimise -sum_t log pi(a_t | h_t, r) over good trajectories (r high) and bad ones (r low)
@@ -13,15 +13,15 @@ Afterwards the model is used under <|high_reward|>. The reward itself never look
 
 Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R
 the reward, A the advantage; G rollouts of a task are a group, mu_g and sigma_g mean and std of R in it;
-mu_high, mu_low mean R by token; p = P(high); pi_theta the policy, pi_old when it sampled, pi_ref when frozen.
+mu_high, mu_low mean R by token; p = P(high); pi_theta is in training, pi_old sampled, pi_ref is frozen.
 Shapes: N trajectories (n in a pass), T action tokens (at most); a pass has L tokens, M of them actions.
 
 Where this file departs from the paper, or fills in what it leaves open:
   1. rho is one ratio per token, averaged over tokens, as in the authors' framework; ratio="trajectory" is eq.
-     7 as printed. With one update a batch rho is 1, and the two gradients differ by a factor; with more, a
-     product of hundreds of ratios leaves the clip range. (Algorithm 1 divides by pi_ref; eq. 7 is meant.)
+     7 as printed: with one update a batch it multiplies the policy gradient by the mean length (beta weighs
+     less); with more, a product of hundreds of ratios leaves the clip range. (Algorithm 1 divides by pi_ref.)
   2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
-  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts as many high ones into every group.
+  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts equally many high ones into each group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
   5. Log-probs are without dropout and router noise; a group's shared prompt is computed once, exactly.
   6. Sums are divided by the counts of the whole batch, so that cutting it into passes does not change the
@@ -64,7 +64,7 @@ def inject_reward_token(messages, reward_token):
 
 
 def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
-    """Eq. 1 for a trajectory from anywhere (logs, another model): HIGH if R >= threshold, else LOW.
+    """Eq. 1 for a trajectory from anywhere (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
 
     messages: how the conversation opened, what env.reset() gave. Returns a new trajectory: the same actions
     and observations, id by id, behind a prompt that carries the token. ValueError if there is no action.
@@ -83,7 +83,7 @@ def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
 #
 #   ids    <|im_start|>user ... [Reward Goal: r]<|im_end|> <|im_start|>assistant | find cup<|im_end|> | \n ...
 #   mask   0 0 0 ...                                                             | 1    1  1          | 0  ...
-#          prompt (h_1, r)                                                       | sampled (a_1)      | answer
+#          prompt (h_1, r)                                                       | sampled (a_1)      | forced
 #
 # All of it is h_2. The mask is written where the token is sampled, never reconstructed from the text.
 
@@ -119,14 +119,14 @@ def rows_by_group(groups):
 
 
 # ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ========================
-# SFT is the same loss on expert trajectories without a reward token. (The code has the mean: departure 6.)
+# The result is a reward-conditioned trajectory policy. SFT: the same loss on experts, without a reward token.
 
 
 def rctp_loss(logp, mask=None, n_tokens=None):
-    """Mean negative log-likelihood of the action tokens (eq. 2); prompts, observations, padding have no term.
+    """Mean negative log-likelihood of the action tokens (eq. 2, departure 6). The mask leaves out the rest.
 
-    logp, mask (N, T), all True if not given.  n_tokens: action tokens of the whole batch when this is a part
-    of it (default: of this part). ValueError when there is nothing to train on.
+    logp (N, T).  mask (N, T), default: all True.  n_tokens: action tokens of the whole batch when this is a
+    part of it (default: of this part). ValueError when there is nothing to train on.
     """
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
@@ -139,7 +139,7 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
     """One optimizer step of stage 1 on labelled trajectories (for SFT: expert ones). Returns metrics.
 
     tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
-    gather: [x of this process] -> [x of all]; `list` is right for one. Gradients of all are to be SUMMED.
+    gather: [x of this process] -> [x of all], `list` if alone. Gradients are to be SUMMED (DDP averages).
     """
     check_trainable(optimizer, trajectories)
     n_tokens = sum(gather([count_actions(trajectories)]))  # of all processes
@@ -161,7 +161,7 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
 
 
 def sample_reward_tokens(G, p, generator=None, stratified=False):
-    """G reward tokens for one group. i.i.d.: at G = 5, p = .5, 6 % of groups have one of the two only.
+    """G reward tokens for one group. i.i.d.: at G = 5, p = .5, 6 % of groups hold only one of the two.
 
     stratified=True: pG high ones, a half rounded up (3 of 5 at p = .5), in random order. ValueError unless
     G >= 1 and 0 <= p <= 1.
@@ -180,7 +180,7 @@ def sample_reward_tokens(G, p, generator=None, stratified=False):
 
 # ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ====================
 # An env is any object with reset() -> messages, step(text) -> messages or None when over, reward() -> R in
-# [0,1], and close() if it likes. A policy is any callable: list of prompt ids -> list of sampled ids; it may
+# [0,1], and close() if it likes. A policy is any callable: N prompts -> N actions, all lists of ids; it may
 # have .temperature (rcgrpo_step scores at it), .max_tokens (the longest row it reads), .close(). A model, a
 # script and a fake in a test run through the same function, so that demonstrations have exactly the layout of
 # rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
@@ -211,23 +211,23 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
     progress: called before each turn with the number of conversations still open, at the end with 0.
     Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0;
-    a cut action is not executed. Envs and policies that break their contract are errors; all envs are closed.
+    a cut action is not executed. An env or policy that breaks its contract is an error; all envs are closed.
     """
     with ExitStack() as closing:
         limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-        envs, reward_tokens, groups, each = open_envs(envs, reward_tokens, groups, policy, limits, closing)
+        envs, reward_tokens, groups, map_all = open_envs(envs, reward_tokens, groups, policy, limits, closing)
         chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
         rows, turn = range(len(envs)), 0
 
-        # Open every conversation: (h_1, r).  `each` is map, or a map in threads.
+        # Open every conversation: (h_1, r).  map_all is map, or a map in threads.
         def begin(row):
             prompt = chat.prompt(ask(envs[row], row, turn, "reset"), reward_tokens[row])
             full = len(prompt) >= max_tokens  # it leaves no room to say anything
             return Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row], truncated=full)
 
-        trajectories = list(each(begin, rows))
+        trajectories = list(map_all(begin, rows))
 
-        # Turn by turn: an action a_t in every conversation that is open, then its env's answer.
+        # Turn by turn: an action a_t in every conversation that is open, then its env's observation.
         def play(row, action):
             return play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
 
@@ -237,8 +237,8 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
             if progress:
                 progress(len(playing))
             actions = checked_actions(policy([trajectories[row].ids for row in playing]), len(playing))
-            goes_on = list(each(play, playing, actions))
-            playing = [row for row, more in zip(playing, goes_on) if more]
+            still_open = list(map_all(play, playing, actions))
+            playing = [row for row, is_open in zip(playing, still_open) if is_open]
         for row in playing:  # still talking at the turn limit
             trajectories[row].truncated = True
 
@@ -247,7 +247,7 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
             if not trajectories[row].truncated:
                 trajectories[row].reward = ask(envs[row], row, turn, "reward")
 
-        list(each(finish, rows))
+        list(map_all(finish, rows))
         if progress:
             progress(0)
     check_script(policy, trajectories)
@@ -255,18 +255,18 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
 
 
 def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
-    """Append one action and the env's answer. True while the conversation goes on."""
+    """Append one action and the env's observation. True while the conversation is open."""
     action = action[: max_tokens - len(trajectory.ids)]
     trajectory.ids = trajectory.ids + action
     trajectory.mask = trajectory.mask + [1] * len(action)
-    if action[-1] not in chat.stop_ids:  # cut off: what it would have said, nobody knows
+    if action[-1] not in chat.stop_ids:  # cut off: not executed
         trajectory.truncated = True
         return False
-    answer = ask(env, row, turn, "step", chat.text(action))
-    if answer is None:
+    observation = ask(env, row, turn, "step", chat.text(action))
+    if observation is None:
         return False
-    suffix = chat.suffix(answer, after=action[-1])
-    if len(trajectory.ids) + len(suffix) >= max_tokens:  # the answer leaves no room to go on
+    suffix = chat.suffix(observation, after=action[-1])
+    if len(trajectory.ids) + len(suffix) >= max_tokens:  # it leaves no room to go on
         trajectory.truncated = True
         return False
     trajectory.ids = trajectory.ids + suffix
@@ -275,8 +275,8 @@ def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
 
 
 # ===== 6. Advantages (eq. 6):  A_j = (R_j - mu_g) / (sigma_g + eps),  sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
-# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of K turns (pi* the expert), all G rollouts
-# are identical, and so sigma_g and the policy gradient are 0, with probability >= 1 - G K eps_sft.
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at K turns (pi* a deterministic expert), all G
+# rollouts are the expert's, so sigma_g and the policy gradient are 0, with probability >= 1 - G K eps_sft.
 
 
 def group_advantages(rewards, groups, eps=1e-6):
@@ -308,21 +308,21 @@ def group_advantages(rewards, groups, eps=1e-6):
 #   L   = -mean[ min(rho A, clip(rho, 1 - c, 1 + c) A) ]                c = 0.2, the paper's eps      (eq. 8)
 #         + beta mean[ KL(pi_theta || pi_ref) ]                                                       (eq. 9)
 #
-# All three policies are asked under the same r_j. Where A > 0, an action gains nothing more once rho is above
-# 1 + c, where A < 0 nothing more below 1 - c: there its gradient is 0. A step the wrong way is never clipped.
-# In the first update pi_theta is pi_old, so rho = 1, and with one update a batch (the paper) nothing clips at
-# all. L itself is then near 0, as advantages sum to 0 in a group; its gradient, -mean[A grad log pi], is not.
+# All three are evaluated under the same r_j. Where A > 0, an action gains nothing more once rho is above 1+c,
+# where A < 0 nothing more below 1-c: there its gradient is 0. A step the wrong way is never clipped. In the
+# first update pi_theta is pi_old, so rho = 1, and with one update a batch (the paper) nothing clips at all. L
+# is then -mean[A], near 0 and of either sign; it is its gradient, -mean[A grad log pi], that trains.
 
 
 def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
                         n_tokens=None, n_trajectories=None):
     """The RC-GRPO loss (eqs. 7-9) and what it saw.
 
-    logp, old_logp, ref_logp (None if beta = 0), mask (N, T), all True if not given; advantages (N,).
+    logp, old_logp, ref_logp (None if beta = 0) (N, T); mask (N, T), default: all True; advantages (N,).
     clip: c.  beta: weight of the KL.
     ratio: "token": one rho a token, mean over tokens; "trajectory": eq. 7's product, mean over trajectories.
     n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
-    Returns (loss, metrics); losses and metrics of the parts of a batch add up to those of the batch.
+    Returns (loss, metrics); given these counts, those of the parts of a batch add up to those of the batch.
 
     >>> clipped_policy_loss(torch.tensor([[1.5]]).log(), torch.zeros(1, 1), None, torch.ones(1), beta=0)[0]
     tensor(-1.2000)
@@ -375,7 +375,7 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     started, limits = time.perf_counter(), limits or {}
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
     sampled = time.perf_counter()
-    everyone, dealt = deal_groups(rollouts, gather, mine)  # one process: twice the rollouts
+    everyone, dealt = deal_groups(rollouts, gather, mine)  # in one process the same rollouts
     update_settings = {**update_settings, "temperature": temperature, "beta": beta, "gather": gather}
     updated = rcgrpo_update(model, ref_model, optimizer, dealt, **update_settings)
     seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
@@ -418,7 +418,7 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
 
 # ===== 9. What to watch =====================================================================================
 # Prop. 4.3 speaks of the start of stage 2: the reward ignores the token, so training lifts mu_low too, and
-# the floor sinks. It holds in expectation, over many tasks for their mean gap; one batch of few is noisy.
+# the floor sinks. It bounds an expectation: the gap of one small batch, squared, overestimates the floor.
 
 
 def group_metrics(trajectories, p=None):
@@ -430,8 +430,8 @@ def group_metrics(trajectories, p=None):
     sigma2, sigma2_floor             mean sigma_g^2; kappa (mu_high - mu_low)^2, p measured if not given
     advantage_std                    spread of A; 1 if every group has variance
     truncated, tokens                share of rollouts cut off; action tokens sampled
-    A step adds loss, grad_norm (before clipping), kl (per token), clip_fraction (of what has a rho), entropy
-    (mean, where the policy acted), skipped (updates, gradient not finite), rollout_seconds, update_seconds.
+    A step adds loss, grad_norm (before clipping), kl and entropy (means over action tokens), clip_fraction
+    (of ratios), skipped (all updates dropped, gradient not finite), rollout_seconds, update_seconds.
     """
     R, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
     by_token = {token: [t.reward for t in trajectories if t.reward_token == token] for token in (HIGH, LOW)}
@@ -570,7 +570,7 @@ def plain_logprobs(model, trajectories, read):
 
 
 def packed_logprobs(model, trajectories, read, rows_per_chunk):
-    """The same in one pass. Logits are made chunk by chunk, forth and back: (M, V) never exists whole."""
+    """The same in one pass. Logits are made chunk by chunk, also in the backward pass: no (M, V)."""
     ids, positions, layout, readout, targets = pack(trajectories or [Trajectory([0], [0])])
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
@@ -688,17 +688,20 @@ def trial(model, what, compare):
             pair = torch.tensor([ids[:9], ids[:8] + ids[9:10]], device=model.device)
             before, other = (model(row[None], use_cache=False).logits[0, :8] for row in pair)
             coarse = before.dtype != torch.float32  # bf16, also from fp32 weights under autocast or sharding
-            tolerance = 0.3 if coarse else 1e-3
-            if (before - other).abs().max() > tolerance:
+            if (before - other).abs().max() > (0.3 if coarse else 1e-3):
                 raise ValueError(f"{type(model).__name__} is no causal language model: its logits look ahead")
             try:
                 ours, plain = compare(model, ids)
-                by = (ours - plain).abs().max().item()
-                trials[key] = None if by < tolerance else f"its log-probs would differ by {by:.2g}"
+                by = (ours - plain).abs()
+                # bf16 alone makes single log-probs of a real model differ by .4, but .02 to .1 on average
+                same = by.mean() < 0.2 if coarse else by.max() < 1e-3
+                trials[key] = None if same else f"its log-probs would differ by {by.max():.2g}"
             except torch.OutOfMemoryError:  # says nothing about the model
                 raise
             except Exception as error:  # whatever a model says to a layout or a cache that it does not know
                 trials[key] = str(error).partition("\n")[0] or type(error).__name__
+                if hasattr(model, "reset_iter_state"):  # FSDP2 would take the next pass for the rest of this
+                    model.reset_iter_state()
         if trials[key]:
             warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, "
                           f"right but slower: {trials[key]}", stacklevel=4)
@@ -734,8 +737,8 @@ def attention_window(config):
 def context_length(config):
     """Tokens that a row may have: the model's positions, or fewer where its rope changes with the length.
 
-    Rope of type "dynamic" or "longrope" turns all positions of a batch otherwise once its longest row passes
-    a limit: what was sampled token by token before it could not be scored after it.
+    Rope of type "dynamic" or "longrope" rescales every position of a batch once its longest row passes a
+    limit: tokens sampled before could not be scored after it.
     """
     config = config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None)]
@@ -857,10 +860,10 @@ def open_envs(envs, reward_tokens, groups, policy, limits, closing):
         raise ValueError("one env object is given for several rollouts: make a fresh env for each")
     if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
         raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
-    each = map
+    map_all = map
     if limits["threads"] > 1:
-        each = closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
-    return opened, reward_tokens, groups, each
+        map_all = closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
+    return opened, reward_tokens, groups, map_all
 
 
 def ask(env, row, turn, method, *arguments):
@@ -873,7 +876,7 @@ def ask(env, row, turn, method, *arguments):
     if method == "close" or method == "step" and answer is None:
         return None
     if method == "reward":
-        with suppress(Exception):  # a number that is spelt is none
+        with suppress(Exception):  # a numeric string is no number
             if 0 <= float(answer + 0) <= 1:
                 return float(answer)
         raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
@@ -1354,7 +1357,7 @@ def any_of(texts):
 
 
 def tools_to_user(messages):
-    """The same with tool results said by the user; what he says in a row becomes one message."""
+    """The same with tool results as user messages; consecutive user messages are merged."""
     merged = []
     for message in messages:
         role = "user" if message["role"] == "tool" else message["role"]
@@ -1387,7 +1390,7 @@ def without_control_tokens(tokenizer, control):
 
 
 # ===== D. The step ==========================================================================================
-# Promise: what would train wrongly is refused before it costs anything; a gradient not finite does nothing.
+# Promise: what would train wrongly is refused before it costs anything; a non-finite gradient is dropped.
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
@@ -1495,7 +1498,7 @@ def add_reward_tokens(tokenizer, model=None):
 
 @torch.no_grad()
 def _init_reward_rows(weight, ids, known_rows):
-    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as a usual deviation or the mean.
+    """Set the rows to mean +- d: d random, orthogonal to the mean, as long as it or as a usual deviation.
 
     The library draws all new rows next to the mean: two tokens that the model cannot tell apart. Ours are
     of the usual norm and at least 90 degrees apart. A fixed generator: every process draws the same rows.

@@ -48,6 +48,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -1097,6 +1098,18 @@ def test_running_out_of_memory_in_a_trial_says_nothing_about_the_model():
     with pytest.raises(torch.OutOfMemoryError):
         rcgrpo.trial(model, "packed", compare)
     assert rcgrpo.packs(model, 10)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be")
+@pytest.mark.parametrize("dtype, differences, fits", [
+    (torch.float32, [0, 0, 2e-3], False), (torch.float32, [9e-4] * 3, True),
+    (torch.bfloat16, [0.4, 0, 0.1], True),  # as real models have it
+    (torch.bfloat16, [0.3, 0.3, 0.3], False),
+])
+def test_a_trial_tells_the_rounding_of_bf16_from_another_distribution(dtype, differences, fits):
+    differences = torch.tensor(differences)
+    why_not = rcgrpo.trial(tiny_model(50).to(dtype), "packed", lambda *_: (differences, 0 * differences))
+    assert fits == (why_not is None)
 
 
 @pytest.mark.parametrize("limit", [1, 60, 10**6])
@@ -2846,11 +2859,12 @@ def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
     for n, batch in ((10, 4), (8, 4), (3, 5)):
         steps = math.ceil(n / batch)
         for passed in range(3):
-            rows = [bfcl.batches(n, batch, passed * steps + i, 0, "x") for i in range(steps)]
+            rows = [bfcl.batch_indices(n, batch, passed * steps + i, 0, "x") for i in range(steps)]
             drawn = list(itertools.chain(*rows))
             assert {len(r) for r in rows} == {batch} and set(drawn) == set(range(n))
             assert sorted(drawn[:n]) == list(range(n))
-    assert bfcl.batches(50, 8, 0, 0, "x") != bfcl.batches(50, 8, 0, 1, "x") != bfcl.batches(50, 8, 7, 1, "x")
+    first, other_seed, later = (bfcl.batch_indices(50, 8, *key, "x") for key in ((0, 0), (0, 1), (7, 1)))
+    assert first != other_seed != later
 
 
 def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
@@ -3180,6 +3194,9 @@ class Beside:
 
     def whole_copy(self, model):
         return copy.deepcopy(model).requires_grad_(False)
+
+    def copy_alone(self, load):
+        return self.whole_copy(load())
 
     reference = whole_copy
 
@@ -4061,6 +4078,38 @@ def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path
     assert others[1]["draws"][0] != others[1]["draws"][1]
 
 
+def fail_a_trial():
+    model = bfcl.Processes(offload=True).shard(policy_model())
+    rcgrpo.causal_lower_right = None  # so that a layer fails
+    with pytest.warns(UserWarning, match="cannot be packed"):
+        assert not rcgrpo.packs(model, 9)
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    assert states and {state._training_state.name for state in states} == {"IDLE"}
+    assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
+
+
+def test_bfcl_a_sharded_model_begins_anew_after_a_trial_that_failed():
+    assert launch(1, fail_a_trial) == [0]
+
+
+def test_bfcl_a_copy_to_sample_from_is_alone():
+    """The model that it was copied from is gone, though it refers to itself."""
+    kept = []
+
+    def load():
+        model = tiny_model(50)
+        model.itself = model
+        kept.append(weakref.ref(model))
+        return model
+
+    gc.disable()
+    try:
+        copied = bfcl.Processes().copy_alone(load)
+    finally:
+        gc.enable()
+    assert kept[0]() is None and not any(p.requires_grad for p in copied.parameters())
+
+
 def test_bfcl_copies_have_the_buffers_too():
     config = AutoConfig.for_model(
         "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -4725,14 +4774,19 @@ def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_mis
         pass
 
     def execve(python, argv, environment):
-        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1") and environment["PYTHONHASHSEED"] == "0"
+        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1")
+        assert environment == {**os.environ, **bfcl.ENVIRONMENT, **mine}
         raise Restarted
 
     monkeypatch.setattr(sys, "argv", ["train_bfcl.py", "--lr", "0.1"])
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
-    for seed, end, words in (("1", Restarted, None), ("0", SystemExit, "BFCL needs .*pip install")):
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    for mine, end, words in (({}, Restarted, None), ({"PYTORCH_ALLOC_CONF": "x"}, Restarted, None),
+                             (bfcl.ENVIRONMENT, SystemExit, "BFCL needs .*pip install")):
+        for name in bfcl.ENVIRONMENT:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in mine.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(end, match=words):
             importlib.import_module("runpy").run_path(str(HERE / "train_bfcl.py"), run_name="__main__")
 

@@ -10,9 +10,9 @@ says one tool call a turn and reads the answer: `find cup` -> `kitchen small`, `
 `ok`, ..., `done`. Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be
 looked up.
 
-In the demonstrations every item to be carried is small; in the tasks of reinforcement learning and of the
-test one is large in half of the cases. So the fine-tuned agent is confidently right on one half and as
-confidently wrong on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP
+In the demonstrations every item to be carried is small; in half of the tasks of reinforcement learning and of
+the test one is large. So the fine-tuned agent is confidently right on one half and just as confidently wrong
+on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP
 also sees failures, one kind of which takes the cart for everything: wrong there, right for what is large.
 Everything is trained by rcgrpo.py. Sections 1-3 are the house, the agent, the experiment, 4 is the report;
 5 and 6, processes and command line, may be skipped.
@@ -607,7 +607,7 @@ def parse_arguments(argv=None):
     add("--seeds", type=within(int, 1, 10**6), default=1, help="how many seeds")
     add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="which arms (all)")
     add("--model", help="a pretrained chat model, folder or name, in place of the tiny transformer")
-    add("--stratified", action="store_true", help="exactly round(pG) high reward tokens in every group")
+    add("--stratified", action="store_true", help="equally many high reward tokens in each group")
     add("--ratio", choices=["token", "trajectory"], default="token", help="one rho per token or trajectory")
     add("--out", type=Path, default=Path("runs/toy"), help="folder of metrics, summary, picture and models")
     add("--resume", action="store_true", help="keep what is finished in --out and go on")
