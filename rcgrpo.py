@@ -58,7 +58,7 @@ def inject_reward_token(messages, reward_token):
     messages = [dict(message) for message in messages]
     for message in messages:
         if message["role"] == "user":
-            message["content"] += f"\n\n[Reward Goal: {reward_token}]"
+            message["content"] = message["content"] + f"\n\n[Reward Goal: {reward_token}]"
             return messages
     raise ValueError("there is no user message to put the reward token into; env.reset() must return one")
 
@@ -125,8 +125,7 @@ def rows_by_group(groups):
 def rctp_loss(logp, mask=None, n_tokens=None):
     """Mean negative log-likelihood of the action tokens (eq. 2, departure 6). The mask leaves out the rest.
 
-    logp (N, T).  mask (N, T), default: all True.  n_tokens: action tokens of the whole batch when this is a
-    part of it (default: of this part). ValueError when there is nothing to train on.
+    logp, mask (N, T); no mask: all True.  n_tokens: of the whole batch if this is a part; ValueError if 0.
     """
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
@@ -141,9 +140,10 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
     tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
     gather: [x of this process] -> [x of all], `list` if alone. Gradients are to be SUMMED (DDP averages).
     """
-    check_trainable(optimizer, trajectories)
+    trajectories = checked_trajectories(optimizer, trajectories)
     n_tokens = sum(gather([count_actions(trajectories)]))  # of all processes
     loss_sum = 0.0
+    model.zero_grad()  # what a step that failed may have left
     for rows in passes(model, trajectories, tokens_per_pass, gather):
         part = [trajectories[row] for row in rows]
         logp = action_logprobs(model, part)  # (n, T)
@@ -370,7 +370,7 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
     gather: as in `rctp_step`.  mine: a list -> this process's share of it (`list`: all). Metrics are of all.
     """
-    check_update(ref_model, optimizer, beta)  # before the rollouts, which cost most
+    check_update(model, ref_model, optimizer, beta, **update_settings)  # before the rollouts, which cost most
     temperature = sampled_at(policy, update_settings)
     started, limits = time.perf_counter(), limits or {}
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
@@ -390,13 +390,13 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     trajectories: whole groups, this process's part of the batch.  temperature: of their sampling.
     clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass, gather: as in `rctp_step`.
     """
-    check_update(ref_model, optimizer, beta)
+    check_update(model, ref_model, optimizer, beta, clip, updates)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
     n_tokens = sum(gather([count_actions(trajectories)]))
     n_trajectories = sum(gather([len(trajectories)]))
     parts = passes(model, trajectories, tokens_per_pass, gather)
-    old, ref = {}, {}  # log-probs by number of the pass, kept from the first update for the others
-    skipped = 0
+    old, ref, skipped = {}, {}, 0  # log-probs of each pass, kept from the first update for the others
+    model.zero_grad()
     for update in range(updates):
         seen = Counter()  # adds up the metrics of the passes
         for number, rows in enumerate(parts):
@@ -508,6 +508,7 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
         logp, h = packed_logprobs(model, trajectories, read, rows_per_chunk)  # (M,), (M,)
     else:
         logp, h = plain_logprobs(model, trajectories, read)
+    model.eval()
     mask = action_mask(trajectories, logp.device)  # (N, T)
     zeros = torch.zeros(mask.shape, device=logp.device)
     rows = zeros.masked_scatter(mask, logp)  # without an action, too, a backward pass reaches every weight
@@ -543,7 +544,7 @@ def read_logits(logits, targets, temperature, entropy):
     if not entropy:
         return logp, logp
     with torch.no_grad():
-        return logp, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+        return logp, torch.special.entr((logits - log_z[:, None]).exp()).sum(-1)  # -p log p
 
 
 def bounded(log_ratio):
@@ -600,7 +601,8 @@ def packed_logprobs(model, trajectories, read, rows_per_chunk):
 
 def accepts(model, keyword):
     """Whether the model's forward takes this keyword."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own takes anything
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, as PEFT's, takes anything
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return keyword in forward_keywords(type(model))
 
 
@@ -687,7 +689,9 @@ def trial(model, what, compare):
         with torch.no_grad():
             pair = torch.tensor([ids[:9], ids[:8] + ids[9:10]], device=model.device)
             before, other = (model(row[None], use_cache=False).logits[0, :8] for row in pair)
-            coarse = before.dtype != torch.float32  # bf16, also from fp32 weights under autocast or sharding
+            # computed in 16 bits, also from fp32 weights: under autocast, sharded, and if cast back to fp32
+            coarse = any((before == before.to(kind)).all() for kind in (torch.bfloat16, torch.float16))
+            check_numbers(before)
             if (before - other).abs().max() > (0.3 if coarse else 1e-3):
                 raise ValueError(f"{type(model).__name__} is no causal language model: its logits look ahead")
             try:
@@ -708,7 +712,13 @@ def trial(model, what, compare):
     return trials[key]
 
 
+def check_numbers(logits):
+    if logits.isnan().any():
+        raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
+
+
 def packing_trial(model, ids):
+    check_places(model)
     config = model.config.get_text_config()
     if any("soft" in name and "cap" in name and value for name, value in vars(config).items()):
         raise ValueError("its attention or its logits have a soft-cap")  # too gentle for bf16 to show it
@@ -721,6 +731,13 @@ def packing_trial(model, ids):
         kind = model.config._attn_implementation
         raise ValueError(f"{group_attention.calls} of its {layers} layers attend by our form of {kind!r}")
     return packed, plain_logprobs(model, rows, read)[0]
+
+
+def check_places(model):
+    """ValueError for Llama-4's attention: it scales queries by their place in the pass, not their position,
+    and only beyond 8,192 places, which no trial reaches."""
+    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+        raise ValueError("its attention depends on places in the pass (attn_temperature_tuning)")
 
 
 def attention_window(config):
@@ -760,6 +777,8 @@ def check_rows(model, rows):
     if largest >= (known := model.get_input_embeddings().weight.shape[0]):
         raise ValueError(f"token id {largest}, and the model has {known} embeddings: tokens were added to "
                          "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
 
 
 def passes(model, trajectories, tokens_per_pass, gather=list):
@@ -813,7 +832,7 @@ def silence(model):
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training, run = True, layer._gradient_checkpointing_func
+            layer.training, run = torch.is_grad_enabled(), layer._gradient_checkpointing_func
             if getattr(run, "func", None) is not _run_silently:
                 layer._gradient_checkpointing_func = partial(_run_silently, run)
 
@@ -821,11 +840,11 @@ def silence(model):
 def _run_silently(run, forward, *args):
     def silent(*args):
         layer = forward.args[0]
-        layer.training = False
+        training, layer.training = layer.training, False
         try:
             return forward(*args)
         finally:
-            layer.training = True
+            layer.training = training
 
     return run(silent, *args)
 
@@ -877,8 +896,8 @@ def ask(env, row, turn, method, *arguments):
         return None
     if method == "reward":
         with suppress(Exception):  # a numeric string is no number
-            if 0 <= float(answer + 0) <= 1:
-                return float(answer)
+            if -1e-9 <= float(answer + 0) <= 1 + 1e-9:  # a sum of parts may miss 1 by a rounding
+                return min(1.0, max(0.0, float(answer)))
         raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
     for message in answer if isinstance(answer, list) and answer else [None]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
@@ -1077,8 +1096,7 @@ class ModelPolicy:
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         while True:
-            if logits.isnan().any():
-                raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
+            check_numbers(logits)
             if self.temperature == 0:
                 drawn = logits.argmax(-1)
             else:
@@ -1104,18 +1122,21 @@ def next_logits(model, ids, cache=None, attention_mask=None, position_ids=None):
 
 
 def weights_version(model):
-    """Changes when any weight does; what is written through .data shows in the sum alone."""
+    """Changes when any weight or adapter does; what is written through .data shows in the sum alone."""
+    adapters = [(list(m.active_adapters), m.disable_adapters) for m in model.modules()
+                if isinstance(getattr(m, "active_adapters", None), list)]
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded, ours
-    return [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
+    return adapters, [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
 
 
 def pads(model):
-    """Whether rows of different lengths may share a cache. The paper's models may; others after a trial."""
-    return model.config.model_type in ("qwen2", "qwen3", "llama") or not trial(model, "padded", padding_trial)
+    """Whether rows of different lengths may share a cache."""
+    return not trial(model, "padded", padding_trial)
 
 
 def padding_trial(model, ids):
     """Rows of different lengths in one cache, gone on with in another order, against plain passes."""
+    check_places(model)
     policy = ModelPolicy(model, (), 0, 1)
     policy._begin(2)
     policy._feed([ids[:9], ids[3:7]])
@@ -1141,6 +1162,7 @@ def caching_trial(model, ids):
 import json
 
 from tokenizers import Tokenizer
+from transformers.utils import get_json_schema
 
 
 def chat_format(tokenizer, **template):
@@ -1152,7 +1174,8 @@ def chat_format(tokenizer, **template):
     if isinstance(tokenizer, ChatFormat):  # its tokenizer may have changed since
         tokenizer, template = tokenizer.tokenizer, {**tokenizer.template, **template}
     state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
-    return _chat_format(tokenizer, f"{len(tokenizer)} {state}", json.dumps(template, sort_keys=True))
+    template = json.dumps(template, default=get_json_schema)  # tools may be functions
+    return _chat_format(tokenizer, f"{len(tokenizer)} {state}", template)
 
 
 @lru_cache(maxsize=8)
@@ -1195,8 +1218,9 @@ class ChatFormat:
             warnings.simplefilter("ignore")  # the words of our examples may be unknown to a small vocabulary
             problem = self._problem()
             self.tools_as_user = bool(problem)
-            if problem and self._problem():
-                raise ValueError(f"this chat template cannot be used: {problem}")
+            if problem and (still := self._problem()):
+                raise ValueError(f"this chat template cannot be used: {problem}"
+                                 + f"; with tool results as user messages: {still}" * (still != problem))
         if problem:
             warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
         self.prompt, self.suffix = remembered(self.prompt), remembered(self.suffix)
@@ -1305,10 +1329,19 @@ class ChatFormat:
             hidden.append(match[0])
             return f"{self.HIDDEN}{len(hidden) - 1}{self.HIDDEN}"
 
+        def hide_in(value, pattern):
+            if isinstance(value, str):
+                value = value.encode("utf-8", "replace").decode()  # lone surrogates have no ids
+                return pattern.sub(hide, value)
+            if isinstance(value, dict):
+                return {key: hide_in(inner, pattern) for key, inner in value.items()}
+            return [hide_in(inner, pattern) for inner in value] if isinstance(value, list) else value
+
         for message in messages:
+            if not isinstance(message["content"], str):
+                raise TypeError(f"the content of a message must be a string, got {message['content']!r}")
             pattern = self.hide_less.get(message["role"], self.hide_all)
-            content = message["content"].encode("utf-8", "replace").decode()  # lone surrogates have no ids
-            out.append({**message, "content": pattern.sub(hide, content)})
+            out.append({**hide_in(message, pattern), "role": message["role"]})
         return out, hidden
 
     def _encode(self, rendered, hidden=()):
@@ -1400,22 +1433,25 @@ def optimizer_step(model, optimizer, max_grad_norm):
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
     if math.isfinite(norm):
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad()
     torch.clear_autocast_cache()  # autocast around the whole loop would go on with the old weights, cast
     return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
 
-def check_trainable(optimizer, trajectories):
-    """For stage 1: every trajectory has an action, and the weights can move."""
+def checked_trajectories(optimizer, trajectories):
+    """For stage 1: the trajectories as a list; each has an action, and the weights can move."""
+    trajectories = list(trajectories)
     silent = [row for row, t in enumerate(trajectories) if 1 not in t.mask]
     if silent or not trajectories:
         raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
                          f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
     check_precision(optimizer)
+    return trajectories
 
 
 def deal_groups(rollouts, gather, mine):
@@ -1442,8 +1478,10 @@ def sampled_at(policy, settings):
     return temperature
 
 
-def check_update(ref_model, optimizer, beta):
-    if beta and ref_model is None:
+def check_update(model, ref_model, optimizer, beta, clip=0.2, updates=1, **others):
+    if not (beta >= 0 and clip >= 0 and updates >= 1):
+        raise ValueError(f"need beta and clip >= 0, updates >= 1, got {beta}, {clip}, {updates}")
+    if beta and (ref_model is None or ref_model is model):
         raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
     check_precision(optimizer)
 

@@ -362,15 +362,22 @@ def feeds(model):
     return shapes
 
 
+def failed_step(model):
+    """As a step that ended in an error leaves it: with gradients."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    return model
+
+
 @pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
     ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, 7), ([slice(8)], 1, 0.5, adamw, 8),
     ([slice(6), slice(6, 8)], 30, 1.0, sgd, 5)], ids=["one pass", "passes", "row by row", "two processes"])
 def test_a_step_of_stage_1_is_the_one_written_straight_down(shares, limit, max_grad_norm, by, n_passes):
     start, batch = policy_model(), rl_batch()
-    models = [copy.deepcopy(start).train() for _ in shares]
+    models = [failed_step(copy.deepcopy(start).train()) for _ in shares]
     together, fed = Together(models), feeds(models[0])
-    results = together.run(lambda process, gather: rctp_step(
-        models[process], by(models[process]), batch[shares[process]], limit, max_grad_norm, gather))
+    results = together.run(lambda process, gather: rctp_step(  # any iterable of trajectories
+        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm, gather))
     expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
     for ours, model in zip(results, models):
         assert ours.keys() == metrics.keys()
@@ -562,9 +569,9 @@ def test_an_env_that_raises_is_named_and_all_envs_are_closed_however_a_rollout_e
 
 def test_a_reward_is_any_number_in_0_1_and_nothing_else():
     for reward in (1, 0, True, 0.25, np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(1.0),
-                   torch.tensor(0.5, dtype=torch.bfloat16)):
+                   torch.tensor(0.5, dtype=torch.bfloat16), 1 + 1e-15, -1e-17):  # the last two: sums of parts
         (t,) = played(Echo(value=reward))
-        assert t.reward == float(reward) and type(t.reward) is float
+        assert t.reward == min(1, max(0, float(reward))) and type(t.reward) is float
     for reward in (-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", [1.0], 1j, torch.tensor([0.5, 0.5])):
         with pytest.raises(ValueError, match=r"env 0 \(Echo\), turn 2: env.reward\(\) returned .* \[0, 1\]"):
             played(Echo(value=reward))
@@ -738,7 +745,8 @@ def test_an_update_is_the_one_written_straight_down(by, settings):
     start, ref_start = copy.deepcopy(model), copy.deepcopy(ref.state_dict())
     written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
     expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
-    ours = rcgrpo_update(model, ref if settings.get("beta", 1) else None, by(model), rl_batch(), **settings)
+    ref_model = ref if settings.get("beta", 1) else None
+    ours = rcgrpo_update(failed_step(model), ref_model, by(model), rl_batch(), **settings)
     assert ours.keys() == metrics.keys()
     assert_close(ours, metrics)
     assert_moved_alike(start, model, expected)
@@ -767,6 +775,18 @@ def test_a_gradient_that_is_not_finite_is_thrown_away_for_good_and_counted(bad):
     metrics = rcgrpo_update(model, start, sgd(model), rl_batch(), updates=3)
     assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"]) == (bad == 2)
     assert_moved_alike(start, model, expected)  # two of three updates count
+
+
+def test_what_the_optimizer_does_not_hold_is_neither_trained_nor_counted():
+    model = policy_model().train()
+    start, held = copy.deepcopy(model), model.model.norm.weight
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
+    for _ in range(2):
+        metrics = rctp_step(model, torch.optim.SGD([held], 0.0), rl_batch())
+        logp = plain_scores(start, rl_batch())[0]
+        (expected,) = torch.autograd.grad(-logp.sum() / metrics["tokens"], [start.model.norm.weight])
+        assert metrics["skipped"] == 0 and metrics["grad_norm"] == pytest.approx(expected.norm().item())
+    assert all(p.grad is None for p in model.parameters())
 
 
 class Parity(Echo):
@@ -924,7 +944,8 @@ NOISY = {
 PACKED = [
     *((kind, {}) for kind in "qwen2 qwen3 llama mistral gemma smollm3 qwen3_moe olmo2 glm4_moe".split()),
     *((kind, layers(SLIDING, FULL)) for kind in "gemma3_text olmo3 cohere2".split()),
-    ("deepseek_v3", dict(num_key_value_heads=4)), ("llama4_text", layers("chunked_attention", FULL)),
+    ("deepseek_v3", dict(num_key_value_heads=4)),
+    ("llama4_text", layers("chunked_attention", FULL, attn_temperature_tuning=False)),
     ("granite", dict(logits_scaling=8.0)), ("cohere", dict(logit_scale=0.1)),
     ("phi3", dict(sliding_window=262144)),
     ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=64)),
@@ -939,6 +960,7 @@ OTHERS = [
     ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)),
     *((kind, layers(SLIDING, FULL, sliding_window=8)) for kind in ("gemma3_text", "gemma2", "gpt_oss")),
     ("llama4_text", layers("chunked_attention", FULL, attention_chunk_size=8)),
+    ("llama4_text", layers("chunked_attention", FULL, no_rope_layers=[1, 0], floor_scale=8)),
     ("modernbert-decoder", dict(local_attention=8)),
 ]
 PROMPT = [3, 9, 14, 22, 31, 40, 5, 8]
@@ -1023,6 +1045,27 @@ def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it():
     assert rcgrpo.attention_window(nowhere) == math.inf
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be")
+def test_attention_that_depends_on_places_beyond_a_trial_is_known_from_the_config_too():
+    model = tiny("llama4_text", **layers("chunked_attention", FULL, no_rope_layers=[1, 0]))
+    assert not rcgrpo.packs(model, 9) and not rcgrpo.pads(model)
+
+
+@pytest.mark.filterwarnings("error:.*cannot be")  # nor more slowly
+def test_a_compiled_model_is_scored_and_sampled_as_the_model_itself():
+    model = lively()
+    compiled, expected = torch.compile(model), action_logprobs(model, rl_batch())
+    with torch.compiler.set_stance("force_eager"):  # the wrapper is what matters
+        assert torch.allclose(action_logprobs(compiled, rl_batch()), expected, atol=1e-5)
+        assert ModelPolicy(compiled, STOPS, 0, 5)(PROMPTS) == ModelPolicy(model, STOPS, 0, 5)(PROMPTS)
+
+
+def test_the_entropy_is_finite_where_tokens_are_impossible():
+    logits, two = torch.tensor([[1.0, -math.inf, 1.0]]), torch.tensor([2])
+    logp, entropy = rcgrpo.read_logits(logits, two, 1.0, entropy=True)
+    assert logp.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
+
+
 def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
     trajectories, model, rows = groups_of_every_kind()["conditioned"], tiny_model(50), []
     assert rcgrpo.packs(model, 100)
@@ -1051,6 +1094,31 @@ def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers_f
         assert [calls.count(layer) for layer in set(calls)] == [2 * model_call] * 2
     assert rcgrpo.packs(model, 100)
     assert rcgrpo_update(model.train(), reference, sgd(model), rl_batch(), beta=1.0)["kl"] == 0
+    model, reference = copy.deepcopy(reference), copy.deepcopy(reference)
+    for either in (model, reference):
+        either.activation_checkpointing_enable()
+    assert rcgrpo_update(model.train(), reference.train(), sgd(model), rl_batch(), beta=1.0)["kl"] < 1e-9
+    for either in (model, reference):  # nor has any pass after it
+        with torch.no_grad():
+            after, quiet = (plain_scores(m, rl_batch())[0] for m in (either, copy.deepcopy(either).eval()))
+        assert torch.equal(after, quiet)
+
+
+def test_autocast_inside_of_a_model_does_not_make_it_slow():
+    """As accelerate has it: the logits are fp32 again, though rounded to bf16 before."""
+    model = tiny_model(50, initializer_range=0.1)
+    forward = model.forward
+
+    def mixed(*args, **given):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = forward(*args, **given)
+        out.logits = out.logits.float()
+        return out
+
+    model.forward = mixed
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
+    assert rcgrpo.packs(model, 100) and rcgrpo.pads(model)
 
 
 def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
@@ -1205,7 +1273,7 @@ def test_sampling_draws_from_exactly_softmax_of_the_logits():
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token is kept
 
 
-WINDOW = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+WINDOW = dict(use_sliding_window=True, sliding_window=14, max_window_layers=1)
 
 
 @pytest.mark.parametrize("T, at_once, cache_tokens, settings", [
@@ -1228,8 +1296,10 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
 
 
 def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_goes_on_as_before():
-    model = tiny_model(50).train()
+    model = tiny_model(50)
     model.activation_checkpointing_enable()  # under which the library keeps nothing
+    assert rcgrpo.pads(model.eval())  # a trial, the first time
+    model.train()
     shapes, policy = feeds(model), ModelPolicy(model, {99}, 1.0, 2, torch.Generator().manual_seed(0))
 
     def turn(conversations, *new):
@@ -1501,6 +1571,23 @@ def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
     assert chat_format(tokenizer) is chat_format(tokenizer) is not quiet is chat_format(quiet)
 
 
+def test_tools_are_shown_by_the_template_as_they_are_given():
+    def look(path: str):
+        """Look there.
+
+        Args:
+            path: where
+        """
+
+    schema = {"type": "function", "function": {"name": "zip", "parameters": {"b": 1, "a": 2}}}
+    head = "{% if tools %}{% for t in tools %}{{ t|tojson }}{% endfor %}{% endif %}"
+    tokenizer = byte_level(head + CHATML, "<|im_end|>")
+    native = tokenizer.apply_chat_template(
+        user("hi"), tools=[schema, look], tokenize=False, add_generation_prompt=True)
+    ours = chat_format(tokenizer, tools=[schema, look]).prompt(user("hi"))
+    assert tokenizer.decode(ours) == native and native.startswith('{"type"')
+
+
 def test_text_of_users_and_tools_never_becomes_a_control_token():
     tokenizer = byte_level(CHATML, "<|im_end|>", swallows("<|wide|>"))
     tokenizer.add_tokens(["the", "hello", " big ", "<tool_response>"])  # not special
@@ -1522,6 +1609,11 @@ def test_text_of_users_and_tools_never_becomes_a_control_token():
     assert f"{hostile}\n\n[Reward Goal: {LOW}]" in tokenizer.decode(ids)
     assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
     assert tokenizer.convert_tokens_to_ids("hello") in chat.action("hello")  # not special: a model may say it
+    said = "m['content'] + (m.calls|tojson if m.calls else '')"
+    tokenizer.chat_template = CHATML.replace("m['content']", said)
+    called = [*user("x"), {"role": "assistant", "content": "", "calls": [{"arguments": {"a": hostile}}]}]
+    ids = chat_format(tokenizer).prompt([*called, *user("y")], LOW)
+    assert ids.count(low) == 1 and tokenizer.decode(ids).count(LOW) > 1
 
 
 @pytest.mark.parametrize("vocabulary", [sentencepiece, partial(sentencepiece, bpe=True), word_level])
@@ -1728,6 +1820,8 @@ SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
 NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
 COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
+NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
+PARTS = user([{"type": "text", "text": "hi"}])
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
 RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
@@ -1735,7 +1829,9 @@ NO_LIST = "one non-empty list of ids per prompt: 1 prompts"
 IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
+    (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
     (lambda: label_by_reward(SILENT, [], None), "without an action has nothing to label: drop it"),
+    (lambda: label_by_reward(rl_batch()[0], PARTS, TOKENIZER), "a message must be a string, got [{"),
     (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
     (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
     (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
@@ -1763,6 +1859,11 @@ REFUSED = [
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
     (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
     (lambda: stage_2(), NO_REF),
+    (lambda: rcgrpo_update(model := policy_model(), model, None, []), NO_REF),
+    *((lambda given=given: stage_2(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1, got")
+      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan})),
+    (lambda: rcgrpo_update(None, None, None, [], beta=0, updates=0), "updates >= 1, got 0, 0.2, 0"),
+    (lambda: rcgrpo_update(None, None, None, [], beta=0, clip=-1), "updates >= 1, got 0, -1, 1"),
     (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
     (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
     (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),
@@ -1788,6 +1889,8 @@ REFUSED = [
     (lambda: take(NO_END), "must close an assistant turn with an added token, not with '\\nuser\\nv\\n'"),
     (lambda: take("{{ tools|length }}" + CHATML), "cannot be used: it fails on messages of user: TypeError"),
     (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
+    (lambda: take(NO_TOOLS + CHATML.replace("m['content']", "m['content']|upper")),
+     "; with tool results as user messages: it drops messages of role user"),
     (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
     (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
     (lambda: drops("suffix", "function"), "drops messages of role function"),
@@ -4933,7 +5036,8 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
     class Counter:
         """In the style of TRL's environments."""
 
-        total = 0
+        def reset(self, **settings):
+            self.total = 0
 
         def add(self, number: int) -> str:
             """Add a number to the total."""
@@ -4942,8 +5046,6 @@ def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
 
         def _secret(self):
             raise AssertionError("not a tool")
-
-        reset = _secret
 
     exec(readme_code[1], scope := {})
     env = scope["ToolEnv"](Counter(), "Count to five.", lambda counter, answer: float(
@@ -4974,6 +5076,19 @@ def test_a_lora_model_is_its_own_reference_with_the_adapter_off(more):
         assert not torch.allclose(logp, action_logprobs(model, rl_batch()), atol=1e-3)
         metrics = rcgrpo_update(model, model.disable_adapter, optimizer, rl_batch(), beta=0.1)
     assert metrics["kl"] > 0.001
+
+
+def test_a_cache_is_not_gone_on_with_under_another_adapter_and_virtual_tokens_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(lively(), peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
+    longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
+    as_before = read_again(model, 0, 8)(longer)
+    with model.disable_adapter():
+        assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
+    virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="virtual tokens .* cannot be used: take LoRA"):
+        action_logprobs(peft.get_peft_model(tiny_model(50), virtual), rl_batch())
 
 
 if __name__ == "__main__":
