@@ -31,7 +31,7 @@ import warnings
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -1821,6 +1821,7 @@ NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
 COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
+NO_SYSTEM = NO_TOOLS.replace("tool", "system")
 PARTS = user([{"type": "text", "text": "hi"}])
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
@@ -2279,11 +2280,13 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     # what is finished is kept with --resume, and only then; other settings and damaged files are refused
     ran = []
     monkeypatch.setattr(toy_env, "reinforce", noting(
-        lambda args, seed, name, log: ran.append((seed, name)), toy_env.reinforce))
+        lambda args, seed, name, log: ran.append((seed, name, (args.out / "summary.json").exists())),
+        toy_env.reinforce))
     lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
     lost.unlink()
+    shutil.rmtree(tmp_path / "two" / "seed-0" / "sft+grpo")  # a model, of which the metrics are there
     toy_env.main([*flags, *two, "--resume"])
-    assert ran == [(1, "rctp+grpo")] and metrics("two") == lines
+    assert ran == [(0, "sft+grpo", True), (1, "rctp+grpo", True)] and metrics("two") == lines
     with pytest.raises(SystemExit, match="2"):
         toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
     assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
@@ -2291,7 +2294,7 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
         toy_env.main([*flags, *two, "--resume"])
     toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
-    assert ran[1:] == [(0, "rctp+grpo")] and not lost.exists()
+    assert ran[2:] == [(0, "rctp+grpo", False)] and not lost.exists()  # nothing old beside the new
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -2327,6 +2330,13 @@ def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
         lambda model, optimizer, batch, *_: batches.append(batch), rctp_step))
     flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
              "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(NO_SYSTEM + CHATML)
+    with pytest.raises(SystemExit, match="2"):
+        toy_env.main(flags)
+    assert "cannot be used: ValueError: it fails on messages of system, user" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    template.write_text(CHATML)
     toy_env.main(flags)
     screen = capsys.readouterr().out
     assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
@@ -2381,7 +2391,8 @@ def test_toy_closing_sentences_follow_the_numbers(arm, changed, sentence, words)
     assert words in list(toy_env.closing_sentences(seeds, 7))[sentence]
 
 
-def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", ["ctrl-C", "kill -9"])
+def test_toy_however_it_ends_all_its_processes_do(tmp_path, monkeypatch, end):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
     out, screen = tmp_path / "out", open(tmp_path / "screen", "w")
     main = os.fork()
@@ -2407,16 +2418,27 @@ def test_toy_ctrl_c_ends_all_processes(tmp_path, monkeypatch):
     for child in children:  # that is for the process that started them
         os.kill(int(child), signal.SIGINT)
     work(max(file.stat().st_size for file in files) + 1000)
-    os.killpg(main, signal.SIGINT)
-    end = time.monotonic() + 30
-    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < end:
+    if end == "ctrl-C":
+        os.killpg(main, signal.SIGINT)
+    else:
+        os.kill(main, signal.SIGKILL)
+
+    def running(child):
+        return Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text()
+
+    latest = time.monotonic() + 30
+    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < latest:
         time.sleep(0.1)
-    if alive:
+    while end == "kill -9" and any(map(running, children)) and time.monotonic() < latest:
+        time.sleep(0.1)
+    survivors = alive, *filter(running, children)
+    with suppress(ProcessLookupError):
         os.killpg(main, signal.SIGKILL)
     said = (tmp_path / "screen").read_text()
-    assert "stopped; the same command with --resume goes on" in said and "Traceback" not in said
-    assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
-    assert not alive and all(file.exists() for file in files)  # none went on to its end
+    assert "Traceback" not in said
+    assert ("stopped; the same command with --resume goes on" in said) == (end == "ctrl-C")
+    assert len(children) == 2 and survivors == (False,)
+    assert all(file.exists() for file in files)  # none went on to its end
 
 
 def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
@@ -2627,7 +2649,12 @@ def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_pa
     assert_same_run(whole_run, out)
     before = (out / "metrics.jsonl").read_bytes()
     tiny_run(base, out)  # everything is there: only the evaluation is made anew
-    assert (out / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(out / "stage1")  # which nothing needs any more
+    tiny_run(base, out, "--resume")
+    assert (out / "metrics.jsonl").read_bytes() == before and not (out / "stage1").exists()
+    shutil.rmtree(out / "model")  # both stages again
+    tiny_run(base, out)
+    assert_same_run(whole_run, out)
 
 
 @pytest.mark.parametrize("skipped", [[1, 1, 1], [1, 1, 0, 1]])
@@ -2753,6 +2780,7 @@ REFUSED_FLAGS = [
     ("--stage1 /nowhere", "cannot load"),
     (with_model("chat_template.jinja", None), "no chat template"),
     (with_model("chat_template.jinja", b"{{ raise_exception('no') }}"), "cannot be used"),
+    (with_model("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x), "on messages of system, user"),
     (with_model("tokenizer.json", 999), "cannot load a tokenizer"),
     (with_model("config.json", 50), "cannot load"),
     (with_model("config.json", b"[]"), "cannot load"),
@@ -3195,7 +3223,7 @@ WIRING = {
     "--max-tokens": ("9001", at(ROLLOUTS, "limits") | at(SAMPLERS, "longest_row"),
                      {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
     "--max-new-tokens": ("33", at(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
-    "--max-turns": ("29", at(ROLLOUTS, "limits"),
+    "--max-turns": ("29", at(SAMPLERS, "limits"),  # scripts end by themselves
                     {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
     "--tokens-per-pass": ("999", at("stage 1, stage 2", "tokens_per_pass"),
                           {"stage 1: tokens_per_pass": [999] * 2}),
@@ -3238,6 +3266,7 @@ def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
     assert r["loaded"][2:] == ["stage1", "model"] and r["loaded"][0] == r["loaded"][1]
     assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7]
     assert r["failures: reward_tokens"] == [(None,) * 4]
+    assert r["scripts: limits"][0] == {"max_turns": 10**6, "max_tokens": 9000}
     (sampled,) = r["failures: tasks"]
     scripts = zip(r["scripts: tasks"], r["scripts: reward_tokens"])
     corrupted = [tasks[0] for tasks, (token,) in scripts if token == LOW]
@@ -3792,6 +3821,13 @@ def test_bfcl_the_limits_are_those_that_are_documented():
     assert bfcl.WORKER.limits == (2, 2**30, 10**6)
     if sys.platform == "linux":
         assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
+
+
+def test_bfcl_files_where_a_run_is_started_are_not_taken_for_modules(tmp_path, monkeypatch, worker):
+    (tmp_path / "resource.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    math_api = bfcl.api_class("MathAPI")()
+    assert json.loads(worker.run(math_api, "mean", {"numbers": [1, 3]})) == {"result": 2.0}
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
@@ -4540,6 +4576,11 @@ def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch)
                   "GiB per GPU", "the largest part is", "on 1 a100, modelled, not measured",
                   "3% of them loop"):
         assert words in printed, words
+    tokenizer = bfcl.load_tokenizer(str(base))
+    add_reward_tokens(tokenizer)
+    for init, token in (("rctp", HIGH), ("sft", None)):  # measured as stage 1 will have it
+        measured = bfcl.expert_play(TASKS[0], bfcl.parse_arguments(["--init", init]), tokenizer)
+        assert measured.reward_token == token and measured.reward == 1
 
 
 def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
@@ -4605,6 +4646,15 @@ QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, 
                num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
 QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                  num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("flags, end", [("--smoke", "\nstopped"), ("--out x", " --resume goes on")])
+def test_bfcl_ctrl_c_says_how_to_go_on_where_one_can(flags, end, monkeypatch):
+    for part in ("smoke", "pipeline"):
+        monkeypatch.setattr(bfcl, part, lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit) as stopped:
+        bfcl.main(flags.split())
+    assert stopped.value.code.endswith(end)
 
 
 def test_bfcl_the_plan_knows_a_7B_model():

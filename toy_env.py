@@ -29,6 +29,7 @@ import operator
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -258,7 +259,8 @@ def load(args, seed, weights=None):
         model = make_model(tokenizer, seed)
         return pretrained(weights) if weights else model, tokenizer, House
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    chat_format(tokenizer)  # a template that cannot be used is refused here
+    # a template that cannot be used is refused here
+    chat_format(tokenizer).prompt([{"role": "system", "content": MANUAL}, {"role": "user", "content": "hi"}])
     model = pretrained(weights or args.model)
     add_reward_tokens(tokenizer, model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, partial(House, manual=MANUAL)
@@ -528,10 +530,11 @@ def run_parts(args, parts, slot=0, lock=None):
     """Run parts one after another, except finished ones. lock: of the other processes, if there are any."""
     if lock:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the process that started this one
+        threading.Thread(target=end_with_parent, daemon=True).start()
         tqdm.set_lock(lock)
     for seed, name in parts:
         finished, begun = part(args, seed, name, ".jsonl"), part(args, seed, name, ".jsonl.part")
-        if not finished.exists():
+        if not (finished.exists() and part(args, seed, name).exists()):
             begun.parent.mkdir(exist_ok=True)
             steps, run = (args.steps, reinforce) if name in ARMS else (args.stage1_steps, fine_tune)
             with (open(begun, "w", buffering=1) as file,
@@ -545,6 +548,12 @@ def run_parts(args, parts, slot=0, lock=None):
             curve = [line["success"] for line in read(args, seed, name) if "success" in line]
             tqdm.write(f"seed {seed}  {name:12}  held-out success, reward token {NAME[ARMS[name]]}: "
                        f"{curve[0]:.3f} -> {curve[-1]:.3f}")
+
+
+def end_with_parent():
+    """However the process that started this one ends: the lock on --out ends with it."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def log_line(file, bar, shown, seed, name, **metrics):
@@ -563,7 +572,7 @@ def run_in_processes(args, parts):
     spawn = multiprocessing.get_context("spawn")
     lock, running = spawn.RLock(), []
     try:
-        for slot in range(args.jobs):
+        for slot in range(min(args.jobs, len(parts))):
             mine = parts[slot :: args.jobs]
             running.append(spawn.Process(target=run_parts, args=(args, mine, slot, lock), daemon=True))
             running[-1].start()
@@ -644,8 +653,9 @@ def claim(args, parser):
             if kept != settings:
                 other = sorted(set(kept.splitlines()) - set(settings.splitlines()))
                 parser.error(f"--resume: {file} has other settings than this command: {' '.join(other)}")
-        for old in [] if args.resume else args.out.glob("seed-*/*.jsonl"):
-            old.unlink()
+        results = [args.out / name for name in ("metrics.jsonl", "summary.json", "toy.png")]
+        for old in [] if args.resume else [*args.out.glob("seed-*/*.jsonl"), *results]:
+            old.unlink(missing_ok=True)
         file.write_text(settings)
     except BlockingIOError:
         parser.error(f"--out {args.out} is in use by another process: wait for its end, or choose another")
@@ -662,8 +672,9 @@ def main(argv=None):
     inits = dict.fromkeys(arm.split("+")[0] for arm in args.arms)
     try:
         run_in_processes(args, [(seed, init) for seed in seeds for init in inits])
-        print("\nThe first test task with a large item: a group of rollouts before reinforcement learning.\n")
-        for arm in [arm for arm in ("sft+grpo", "rctp+rc-grpo") if arm in args.arms]:
+        if shown := [arm for arm in ("sft+grpo", "rctp+rc-grpo") if arm in args.arms]:
+            print("\nThe first test task with a large item: a group before reinforcement learning.\n")
+        for arm in shown:
             show_group(args, args.seed, arm)
         run_in_processes(args, [(seed, arm) for seed in seeds for arm in args.arms])
     except KeyboardInterrupt:

@@ -177,7 +177,7 @@ def pipeline(s, processes: Processes, train_env=None):
             return policy_of(model, generator=generator, temperature=s.failure_temperature)
 
         # data, stage 1
-        trained_here = s.init != "none" and not s.stage1
+        trained_here = s.init != "none" and not s.stage1 and (s.rl == "none" or not final.exists())
         if s.stage in ("all", "data", "stage1") and trained_here and not stage1.exists():
             data = make_data(run, train, tokenizer, s.protocol, limits, s.seed, conditioned=s.init == "rctp",
                              base_policy=base_policy if s.failures == "rollout" else None)
@@ -267,8 +267,8 @@ def make_data(run: Run, train: list[dict], tokenizer, protocol: str, limits: dic
 
 def play_script(task: dict, protocol: str, texts: list[str], reward_token, tokenizer, limits) -> Trajectory:
     env, policy = BFCLEnv(task, protocol), scripted_policy(texts, tokenizer)
-    (trajectory,) = rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)
-    return trajectory
+    limits = {**limits, "max_turns": 10**6}  # that limit is for models: a script ends by itself
+    return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)[0]
 
 
 def make_failures(run: Run, tasks: list[dict], tokenizer, protocol: str, limits: dict, seed: int,
@@ -736,7 +736,8 @@ class CallWorker:
         except RecursionError:  # folders hundreds deep
             return None
         if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, "-c", f"{self.PROGRAM}\nserve_calls{self.limits}"]
+            path = f"import sys; sys.path[:] = {sys.path}"  # not the folder that it happens to start in
+            command = [sys.executable, "-c", f"{path}\n{self.PROGRAM}\nserve_calls{self.limits}"]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self.process.stdin.write(request)
@@ -1576,8 +1577,8 @@ class Run:
         self.skips = 0
         if self.processes.rank == 0:
             for name in LOGS:
-                lines = [line for line in self._steps_in(name)
-                         if line["stage"] != stage or line["step"] < done]
+                lines = [line for line in self._steps_in(name)  # stage 1 made anew: stage 2 begins anew too
+                         if (STAGES.index(line["stage"]), line["step"]) < (STAGES.index(stage), done)]
                 write_text(self.folder / name, "".join(map(json_line, lines)))
             self._open_board()
             for line in self._steps_in("metrics.jsonl"):
@@ -1828,7 +1829,8 @@ def check_everything(s, processes: int):
     try:
         chat_format(tokenizer)
         add_reward_tokens(tokenizer)
-        chat_format(tokenizer)  # once more: now it has to find the reward tokens
+        chat = chat_format(tokenizer)  # once more: now it has to find the reward tokens
+        chat.prompt([{"role": "system", "content": "as in the benchmark"}, {"role": "user", "content": "hi"}])
     except Exception as error:  # whatever a foreign tokenizer and its template may raise
         raise SystemExit(f"the tokenizer of {source} cannot be used: {first_line(error)}") from None
     check_model(source, len(tokenizer), s.max_tokens, reward_tokens=bool(s.stage1 and s.init == "rctp"))
@@ -1953,7 +1955,7 @@ def describe(s, train, test, lengths: list[int], processes: int, n_params: int, 
         "tasks have a training task with the same gold calls",
         f"protocol   {s.protocol}",
         f"tokens     experts {min(lengths)} to {max(lengths)}, mean {sum(lengths) // len(lengths)}; "
-        f"{too_long} longer than --max-tokens {s.max_tokens} are left out",
+        f"{too_long} longer than --max-tokens {s.max_tokens}{' are left out' * (s.init != 'none')}",
         f"stage 1    {stage1 if s.init != 'none' and not s.stage1 else 'none'}",
         f"stage 2    {stage2 if s.rl != 'none' else 'none'}",
         f"evaluation {len(test)} tasks under {', '.join(s.goals)}",
@@ -2086,9 +2088,8 @@ def count_parameters(config) -> int:
 
 
 def expert_play(task: dict, s, tokenizer) -> Trajectory:
-    no_limits = {"max_turns": 10**6, "max_tokens": 10**9}
-    turns = expert_turns(task, s.protocol)
-    return play_script(task, s.protocol, turns, None, tokenizer, no_limits)
+    turns, reward_token = expert_turns(task, s.protocol), HIGH if s.init == "rctp" else None
+    return play_script(task, s.protocol, turns, reward_token, tokenizer, {"max_tokens": 10**9})
 
 
 def memory_there(processes: Processes) -> int:
@@ -2190,7 +2191,8 @@ def main(argv=None):
         else:
             pipeline(s, processes)
     except KeyboardInterrupt:
-        error = SystemExit(f"\nstopped; {s.out} is whole, and the same command with --resume goes on")
+        whole = f"; {s.out} is whole, and the same command with --resume goes on"
+        error = SystemExit("\nstopped" + whole * (not s.smoke))
     except BaseException as failure:
         error = failure
         if any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in (error, error.__cause__)):
