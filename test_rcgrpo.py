@@ -4532,6 +4532,16 @@ def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used(continuous)
     assert policy(prompts) == sample(model, prompts, 0, 10, set()) != before
 
 
+@pytest.mark.parametrize("flash, graphs", [(True, (False, True)), (False, None)])
+def test_bfcl_cuda_graphs_are_for_decoding_alone(flash, graphs, monkeypatch):
+    monkeypatch.setattr(bfcl, "has_flash", lambda gpu: flash)
+    model, given = tiny_model(50), []
+    manager = SimpleNamespace(start=lambda: None)
+    model.init_continuous_batching = lambda generation, config, hints: given.append(config) or manager
+    bfcl.ContinuousPolicy(model, {0}, 1.0, 4, 0)._start([[1, 2]])
+    assert given[0].use_cuda_graph == graphs
+
+
 def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running(continuous):
     model, threads = tiny_model(50), threading.active_count()
     policy = continuous(model, {0}, 0, 4, seed=0)
@@ -4583,6 +4593,16 @@ def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch)
         assert measured.reward_token == token and measured.reward == 1
 
 
+def test_bfcl_the_plan_counts_what_adamw_copies_and_what_continuous_batching_leaves_alone():
+    sizes, short = Qwen2Config(**QWEN_1_5B), "--sampler plain --rollout-tokens 1 --max-turns 1".split()
+    s = bfcl.parse_arguments([*short, "--tokens-per-pass", "1", "--max-tokens", "1"])
+    *_, (what, update, _) = bfcl.memory(s, sizes, n_params := 10**10, 1, gpu=True)
+    assert what == "an update, with its gradients" and update == 2 * 4 * n_params
+    s = bfcl.parse_arguments(["--sampler", "continuous"])
+    kept = 3 * s.rollout_tokens * bfcl.bytes_in_cache(sizes, 2)
+    assert bfcl.rollout_memory(s, sizes, 2, gpu=True) * 0.8 > kept + 2**30
+
+
 def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
     args, config = bfcl.parse_arguments(["--model", str(base), *TINY]), AutoConfig.from_pretrained(base)
     of_two = bfcl.memory(args, config, bfcl.count_parameters(config), 2, gpu=True)
@@ -4608,11 +4628,12 @@ def test_bfcl_torchrun_says_for_how_many_the_plan_is_and_the_first_process_print
 
 
 def test_bfcl_the_hours_are_those_of_the_gpu_that_is_there_and_any_flash_attention_counts(base, monkeypatch):
-    args = bfcl.parse_arguments(["--model", str(base), *TINY])
+    args, tokenizer = bfcl.parse_arguments(["--model", str(base), *TINY]), bfcl.load_tokenizer(base)
+    add_reward_tokens(tokenizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, gpu in (("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("Tesla T4", "h200")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        bfcl.plan(args, bfcl.load_tokenizer(base), *bfcl.choose_tasks(args.split, 1), 1, True, None)
+        bfcl.plan(args, tokenizer, *bfcl.choose_tasks(args.split, 1), 1, True, None)
         assert args.gpu == gpu  # one that is not known leaves what was said
     for two, three in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(bfcl, "is_flash_attn_2_available", lambda kernels_fallback_ok, two=two: two)
