@@ -10,6 +10,7 @@ import doctest
 import functools
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import logging
@@ -222,6 +223,16 @@ def test_no_name_of_this_file_is_given_twice():
     assert [name for name, n in Counter(names).items() if n > 1] == []
 
 
+def test_a_setting_has_one_default_wherever_it_is_named():
+    defaults = {}
+    for function in (rctp_step, sample_reward_tokens, collect_groups, clipped_policy_loss, rcgrpo_step,
+                     rcgrpo_update, rcgrpo.check_update, action_logprobs, model_policy, ModelPolicy):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                defaults.setdefault(name, set()).add(parameter.default)
+    assert {name for name, values in defaults.items() if len(values) > 1} == set()
+
+
 # ===== 1. Reward tokens =====
 
 
@@ -234,13 +245,13 @@ def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
 @pytest.mark.parametrize("R, threshold, token", [(1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH)])
 def test_a_logged_rollout_is_labelled_by_its_reward(R, threshold, token):
     turns = ([5, 6], [7]), ([8], [])
-    logged = trajectory([9, 9, 9], *turns, group="g", reward=R)
+    logged = trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
     labelled = rcgrpo.label_by_reward(logged, user("the cat"), TOKENIZER, threshold)
     conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
     text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
     prompt = TOKENIZER(text, add_special_tokens=False).input_ids
-    assert labelled == trajectory(prompt, *turns, group="g", reward=R, reward_token=token)
-    assert logged == trajectory([9, 9, 9], *turns, group="g", reward=R)
+    assert labelled == trajectory(prompt, *turns, group="g", reward=R, reward_token=token, truncated=True)
+    assert logged == trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
 
 
 # ===== 2. Trajectories =====
@@ -440,7 +451,7 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
     hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
 
     def policy(batch):
-        prompts.append(list(batch[0]))
+        prompts.append(batch[0])  # what a policy is given stays as it was
         return [[*odd, chat.end_of_turn]]
 
     (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
@@ -459,6 +470,8 @@ def test_a_rollout_reports_reward_group_reward_token_and_progress():
     assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
         (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
     assert still_open == [3, 2, 1, 1, 0] and played(Echo())[0].group is None
+    (t,) = played(Echo([]), policy=lambda prompts: torch.tensor([[5, END]]))
+    assert t.reward == 1 and set(map(type, t.ids)) == {int}
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
@@ -706,9 +719,9 @@ def test_the_kl_term_has_the_value_and_the_gradient_of_kl_from_theta_to_ref_by_e
 @pytest.mark.parametrize("ratio", ["token", "trajectory"])
 def test_the_loss_is_finite_for_any_input_and_0_without_actions(ratio):
     inf, A = math.inf, torch.tensor([1.0, -1.0])
-    logp = torch.tensor([[-1.0, -inf, -1000.0, -inf]] * 2, requires_grad=True)
-    other = torch.tensor([[-inf, -1.0, -1.0, -inf]] * 2)
-    for mask in (None, torch.zeros(2, 4, dtype=torch.bool)):
+    logp = torch.tensor([[-1.0, -inf, -1000.0, -inf] * 3] * 2, requires_grad=True)
+    other = torch.tensor([[-inf, -1.0, -1.0, -inf] * 3, [-inf] * 12])
+    for mask in (None, torch.zeros(2, 12, dtype=torch.bool)):
         loss, metrics = clipped_policy_loss(logp, other, other, A, mask, ratio=ratio)
         (gradient,) = torch.autograd.grad(loss, logp)
         assert gradient.isfinite().all() and all(math.isfinite(value) for value in metrics.values())
@@ -840,7 +853,9 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
             gather=gather, generator=generator, mine=mine, tokens_per_pass=150, **drawing, **settings)
 
     together, fed = Together(models), feeds(models[0])
+    started = time.perf_counter()
     results = together.run(work)
+    elapsed = time.perf_counter() - started
     draw = {"p": 0.5, **drawing}
     draw.pop("limits", None)
     for process, (_, rollouts) in enumerate(results):
@@ -853,6 +868,7 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
     metrics.update(group_metrics(everyone, draw["p"]))
     for (ours, _), model in zip(results, models):
         assert ours.keys() == metrics.keys() | {"rollout_seconds", "update_seconds"}
+        assert 0 < ours["rollout_seconds"] < ours["rollout_seconds"] + ours["update_seconds"] < elapsed
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
     lengths = [sum(len(everyone[row].ids) for row in rows) for rows in given[0]]
@@ -1025,6 +1041,7 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be")
 def test_one_pass_over_groups_equals_one_pass_a_row():
     trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
     model.set_attn_implementation("eager")
@@ -1035,14 +1052,19 @@ def test_one_pass_over_groups_equals_one_pass_a_row():
     logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
     assert_same(with_gradients(model, logp), expected)
     assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
+    model.set_attn_implementation("eager")  # which knows nothing of groups
+    assert_same(with_gradients(model, action_logprobs(model, trajectories, 0.8)), expected)
 
 
 def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it():
     for kind, name in (("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"),
-                       ("gpt_neo", "window_size"), ("recurrent_gemma", "attention_window_size")):
+                       ("gpt_neo", "window_size"), ("recurrent_gemma", "attention_window_size"),
+                       ("deepseek_v32", "index_topk")):
         assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
     nowhere = AutoConfig.for_model("gemma3_text", **layers(FULL, sliding_window=20))
     assert rcgrpo.attention_window(nowhere) == math.inf
+    both = AutoConfig.for_model("gemma3", text_config=dict(sliding_window=20, max_position_embeddings=64))
+    assert (rcgrpo.attention_window(both), rcgrpo.context_length(both)) == (20, 64)  # of the text
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be")
@@ -1064,6 +1086,9 @@ def test_the_entropy_is_finite_where_tokens_are_impossible():
     logits, two = torch.tensor([[1.0, -math.inf, 1.0]]), torch.tensor([2])
     logp, entropy = rcgrpo.read_logits(logits, two, 1.0, entropy=True)
     assert logp.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
+    coarse = torch.tensor([[1.5, 20.0, 19.0]]).bfloat16()  # is divided by the temperature in fp32
+    logp, _ = rcgrpo.read_logits(coarse, two, 0.7, entropy=False)
+    assert torch.equal(logp, rcgrpo.read_logits(coarse.float(), two, 0.7, entropy=False)[0])
 
 
 def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
@@ -1140,6 +1165,9 @@ def test_ids_that_were_looked_up_belong_to_who_asked():
         expected = list(first)
         first.append(7)
         assert ask() == expected
+    calls = []
+    few = rcgrpo.remembered(lambda n: calls.append(n) or [n], most=2)
+    assert [few(n) for n in (1, 2, 1, 3, 1)] == [[1], [2], [1], [3], [1]] and calls == [1, 2, 3, 1]
 
 
 def test_autocast_may_stand_around_the_whole_loop():
@@ -1155,6 +1183,16 @@ def test_autocast_may_stand_around_the_whole_loop():
                     rcgrpo_update(model, None, optimizer, rl_batch(), beta=0, updates=2)
         ended.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ended))
+
+
+def test_a_model_that_was_scored_and_sampled_is_freed_with_its_last_user():
+    model = policy_model()
+    action_logprobs(model, rl_batch())
+    sample(model, [[1]], 0, 1, {0})
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_running_out_of_memory_in_a_trial_says_nothing_about_the_model():
@@ -1202,6 +1240,8 @@ def test_all_processes_make_as_many_passes_empty_ones_too_and_a_model_that_is_no
     parts = rcgrpo.passes(model, batch, 1, lambda values: [*values, 5])
     assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[], []]
     assert rcgrpo.passes(model, [], 1, lambda values: [*values, 2]) == [[], []]
+    rows = [trajectory([1], ([2] * n, [])) for n in (4, 3, 3)]
+    assert rcgrpo.passes(model, rows, 8) == [[1, 2], [0]]  # the longest pass first
     assert [len(rows) for rows in rcgrpo.passes(model, batch, 10**6)] == [3]
     elsewhere = rcgrpo.passes(model, batch, 10**6, lambda values: [max(values[0], 41)])  # beyond the window
     assert [len(rows) for rows in elsewhere[:3]] == [1] * 3
@@ -1271,6 +1311,8 @@ def test_sampling_draws_from_exactly_softmax_of_the_logits():
         share = np.bincount([d[0] for d in said], minlength=8) / len(said)
         assert np.abs(share - expected).max() < 4 * 0.5 / len(said) ** 0.5
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token is kept
+    assert draws == sample(model, [prompt] * n, T, 2, {0}, torch.Generator().manual_seed(0))
+    assert rcgrpo.next_logits(model.bfloat16(), [prompt]).dtype == torch.float32
 
 
 WINDOW = dict(use_sliding_window=True, sliding_window=14, max_window_layers=1)
@@ -1323,13 +1365,21 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_g
     assert shapes == [(3, 3), (3, 1)] and model.training
 
 
+def v_proj(model):
+    return model.model.layers[0].self_attn.v_proj.weight
+
+
 @pytest.mark.parametrize("change", [
     lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
     lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
     lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
-], ids=["in place", "other .data", "a row of .data"])
+    lambda model: torch.Tensor.copy_(v_proj(model).detach(), v_proj(model).detach().flip(0)),
+    lambda model: setattr(v_proj(model), "data", v_proj(model).detach().flip(0)),
+], ids=["in place", "other .data", "a row of .data", "another order", "others in another order"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
+    for p in model.parameters():
+        p.data = p.data.mul(1024).round() / 1024  # their sum is exact in any order
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
@@ -1353,8 +1403,8 @@ def test_a_forward_pass_that_failed_leaves_nothing_half_read():
     model, prompts = lively().train(), PROMPTS[2::2]  # all different
     policy = ModelPolicy(model, STOPS, 0, 5)
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(OSError):
+    hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
         policy(longer)
     hook.remove()
     assert model.training
@@ -1555,7 +1605,7 @@ def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
     assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
-    assert chat.text(chat.action("call")) == "call"
+    assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
 
 
@@ -1708,6 +1758,10 @@ def test_weights_too_coarse_for_adams_step_are_refused(lr, warm_up, by, dtype, r
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
     with pytest.raises(ValueError, match=f"at lr {lr}.*fp32 master weights") if refused else nullcontext():
         rcgrpo.check_precision(optimizer)
+    fp32 = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], 1e-6)
+    fp32.param_groups += optimizer.param_groups  # of any group
+    with pytest.raises(ValueError) if refused else nullcontext():
+        rcgrpo.check_precision(fp32)
     for parameter in optimizer.param_groups[0]["params"]:  # below an adapter they need not move
         parameter.requires_grad_(False)
     rcgrpo.check_precision(optimizer)
@@ -1823,6 +1877,8 @@ COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
 NO_SYSTEM = NO_TOOLS.replace("tool", "system")
 PARTS = user([{"type": "text", "text": "hi"}])
+STATIC = dict(rope_type="default", rope_theta=1e4)
+ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
 RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
@@ -1857,6 +1913,7 @@ REFUSED = [
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
     (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
     *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
+    (lambda: group_advantages([1, 1], [0]), "one group id per reward: 2 rewards, 1 ids"),
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
     (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
     (lambda: stage_2(), NO_REF),
@@ -1877,6 +1934,7 @@ REFUSED = [
     (lambda: score(514), "a row of 514 tokens, and the model reads 512"),
     (lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)), "the model reads 16 (its"),
     (lambda: score(18, model=tiny("phi3", **SHORT_ROPE)), "the model reads 16 (its"),
+    (lambda: score(18, model=tiny("gemma3_text", **ROPES)), "the model reads 16 (its"),
     (lambda: score(model=tiny("roberta", is_decoder=False)), "no causal language model: its logits"),
     *((lambda given=given: ModelPolicy(tiny_model(9), {0}, *given), "need 0 <= temperature < inf, max_")
       for given in ((-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0))),
@@ -2060,16 +2118,21 @@ def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
     for n in range(100):
         task = toy_env.make_task(rng, 2, large=bool(n % 2))
         assert len(brought_large(task)) == n % 2
+        assert not any(task["where"][step[1]] == step[2] for step in task["steps"] if step[0] == "bring")
         assert toy_env.large_item(task) in (brought_large(task) or {None})
     where = dict.fromkeys(toy_env.ITEMS, "hall")
     house = toy_env.House({"where": where, "large": ["cup"], "steps": [("bring", "cup", "attic")]})
     (request,) = house.reset()
     assert "large" not in request["content"] and "hall" not in request["content"]
     expected = {"find cup": "hall large", "find lamp": "hall small", "carry cup hall attic": "fail",
-                "cart lamp hall attic": "fail", "cart cup attic hall": "fail", "cart cup hall attic": "ok"}
+                "cart lamp hall attic": "fail", "carry lamp hall moon": "error", "unlock moon": "error",
+                "repair cup attic": "fail", "cart cup attic hall": "fail", "cart cup hall attic": "ok"}
     for call, answer in expected.items():
         assert house.step(call) == [{"role": "tool", "content": answer}]
     assert house.step("done") is None and house.reward() == 1
+    assert where["cup"] == "hall"  # the task stays what it was
+    house.step("repair cup attic")
+    assert house.reward() == 0  # more than was asked for
 
 
 TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
@@ -2159,6 +2222,7 @@ def test_toy_every_arm_is_given_its_own_models_reward_tokens_and_temperatures(to
 
     assert {arm: set(given) for arm, given in by_arm("p").items()} == {
         "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
+    assert all(len({*seeds}) == 2 for seeds in values("random numbers"))  # reward tokens and draws
     tuned = 3.0  # the weight: 1, and two steps of stage 1
     assert values("stage 1 weight") == [1.0, 2.0] * 2
     for arm, evaluations in by_arm("evaluation").items():  # greedy, after 0, 10 and 11 updates
@@ -2248,6 +2312,7 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)
     toy_env.main([*flags, *two, "--jobs", "2"])
     lines, summary = metrics("one"), json.loads((tmp_path / "one/summary.json").read_text())
+    assert (tmp_path / "one/toy.png").exists() == bool(importlib.util.find_spec("matplotlib"))
     assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
     assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
     assert list(summary["arms"]) == list(toy_env.ARMS)
@@ -2287,6 +2352,9 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
     shutil.rmtree(tmp_path / "two" / "seed-0" / "sft+grpo")  # a model, of which the metrics are there
     toy_env.main([*flags, *two, "--resume"])
     assert ran == [(0, "sft+grpo", True), (1, "rctp+grpo", True)] and metrics("two") == lines
+    toy_env.main([*flags, *two, "--resume", "--seed", "1", "--seeds", "1", "--arms", "rctp+grpo", "sft+grpo",
+                  "--tokens-per-pass", "999"])  # the same parts, or some of them
+    assert len(ran) == 2
     with pytest.raises(SystemExit, match="2"):
         toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
     assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
@@ -2295,6 +2363,38 @@ def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch,
         toy_env.main([*flags, *two, "--resume"])
     toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
     assert ran[2:] == [(0, "rctp+grpo", False)] and not lost.exists()  # nothing old beside the new
+
+
+def test_toy_a_part_is_finished_when_its_model_is_saved_and_a_folder_has_one_run_at_a_time(
+        tmp_path, monkeypatch, capsys):
+    flags = [*TINY_TOY, "--arms", "rctp+grpo", "--out", str(tmp_path)]
+    with monkeypatch.context() as full:
+        full.setattr(Qwen2ForCausalLM, "save_pretrained", lambda *_: fail(error=OSError()))
+        with pytest.raises(OSError):
+            toy_env.main(flags)
+    gc.collect()  # the lock ends with the run
+    assert list(tmp_path.glob("*/*")) == [tmp_path / "seed-0" / "rctp.jsonl.part"]
+
+    def second(*given):
+        gc.collect()
+        with pytest.raises(SystemExit, match="2"):
+            toy_env.main([*flags, "--resume"])
+
+    monkeypatch.setattr(toy_env, "reinforce", second)
+    with pytest.raises(TypeError):  # it returns no model
+        toy_env.main([*flags, "--resume"])
+    assert "is in use by another process" in capsys.readouterr().err
+    assert toy_env.parse_arguments(["--arms", "rctp+grpo", "sft+grpo", "rctp+grpo"])[0].arms == [
+        "sft+grpo", "rctp+grpo"]
+
+
+def test_toy_when_a_process_fails_all_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr(toy_env, "fine_tune", lambda args, seed, init, log: (
+        fail() if init == "sft" else time.sleep(60)))
+    with pytest.raises(SystemExit, match="a process failed, see above; .* with --resume goes on"):
+        toy_env.main([*TINY_TOY, "--jobs", "2", "--out", str(tmp_path)])
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -2389,6 +2489,41 @@ def test_toy_closing_sentences_follow_the_numbers(arm, changed, sentence, words)
     arms[arm].update(changed)
     seeds = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm, numbers in arms.items()}
     assert words in list(toy_env.closing_sentences(seeds, 7))[sentence]
+
+
+def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeypatch, capsys):
+    args, _ = toy_env.parse_arguments(["--group-size", "3", "--test-tasks", "6"])
+    tokenizer, task = toy_env.make_tokenizer(), toy_env.draw_tasks(args, 0)[1][1]
+    policy = scripted_policy(["find cup", "done"], tokenizer)
+    (t,) = rollout([toy_env.House(task)], [None], policy, tokenizer)
+    monkeypatch.setattr(toy_env, "load", lambda *given: (None, tokenizer, None))
+    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
+    monkeypatch.setattr(toy_env, "collect_groups", lambda *given, **_: [
+        replace(t, reward=R, reward_token=HIGH) for R in (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)])
+    toy_env.show_group(args, 0, "rctp+rc-grpo")
+    title, counted, *rows = capsys.readouterr().out.strip().split("\n")
+    assert toy_env.request(task) in title and title.endswith("mu_g = 0.33, sigma_g = 0.47")
+    assert counted.strip() == "(sigma_g = 0 in 2 of 3 groups of such tasks)"
+    good, bad = "  high  R = 1  A =  1.41  find cup | done", "  high  R = 0  A = -0.71  find cup | done"
+    assert rows == [good, bad, bad]
+
+
+def test_toy_the_report_shows_the_numbers_of_the_runs(capsys):
+    success = {0: (0.0, 0.5), 1: (0.1, 0.6), 2: (0.5, 1.0)}  # seed: at the first and at the last step
+
+    def line(seed, n):
+        ends = {0: 0, 19: 1}
+        at = {"success": success[seed][ends[n]], "success_without_token": 0.3 * ends[n]} if n in ends else {}
+        return {"sigma": seed * n, "zero_std": n / 10, "sigma2": n / 5, "sigma2_floor": n / 50,
+                "reward_high_minus_low": n if n % 10 else None, **at}
+
+    runs = [{"sft+rc-grpo": [line(seed, n) for n in range(20)]} for seed in range(3)]
+    toy_env.report(runs, toy_env.summarise(runs), 20)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.split("\n")]
+    assert ("sft+rc-grpo high 0.20±0.22 -> 0.70±0.22 0.50±0.41 -> 18.50±15.11 0.05±0.00 -> 1.85±0.00 "
+            "1.00±0.00 -> 18.50±0.00 0.10±0.00 (0.01±0.00)") in lines
+    assert "the same none 0.00±0.00 -> 0.30±0.00" in lines and "sft+rc-grpo reward token high |▁▅|" in lines
+    assert toy_env.sparkline([0, 0.25, 0.5], 0.5) == " ▄█"
 
 
 @pytest.mark.parametrize("end", ["ctrl-C", "kill -9"])
@@ -2527,6 +2662,9 @@ def test_bfcl_the_defaults_are_the_papers():
     assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
     assert value("epochs batch", "--epochs", "3", "--batch", "8", "--init", "sft") == [3, 8]
     assert value("updates ratio temperature failure_temperature max_turns") == [1, "token", 1.0, 0.7, 30]
+    assert value("max_tokens max_new_tokens tokens_per_pass rollout_tokens") == [16384, 1024, 24576, 2**17]
+    assert value("checkpoint_every eval_every max_grad_norm seed") == [10, 25, 1.0, 0]
+    assert value("group_size", "--group-size", "1", "--rl", "none") == [1]
     assert value("goals") == [["high", "low", "none"]]
     assert value("goals", "--goals", "low", "low") == [["low"]]
 
@@ -2719,7 +2857,7 @@ OUT_OF_RANGE = """
     ("--init none --stage data", "nothing to do"),
     ("--stage1 x --stage stage1", "nothing to do"),
     ("--rl none --stage stage2", "nothing to do"),
-    ("--smoke --stage data", "leave out"),
+    *((f"--smoke {other}", "leave out") for other in ("--stage data", "--plan", "--resume", "--stage1 x")),
 ])
 def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -2805,6 +2943,8 @@ REFUSED_FLAGS = [
     (lambda base, run, tmp: ["--out", base / "config.json"], "config.json cannot be used"),
     (lambda base, run, tmp: ["--out", base / "config.json" / "x"], "x cannot be used"),
     (with_run("config.json", bytes, flags=["--lr", "0.5"]), "--lr was 0.001, now 0.5"),
+    (with_run("config.json", bytes, flags=["--stage1-lr", "0.5"]), "--stage1-lr was 0.001, now 0.5"),
+    (with_run("config.json", bytes, flags=["--max-grad-norm", "2"]), "--max-grad-norm was 1.0, now 2"),
     (with_run("config.json", 40), "config.json is damaged"),
     (with_run("config.json", b"[]"), "config.json is damaged"),
     (with_run("data.jsonl", 0), "data.jsonl is cut after line 0"),
@@ -2998,6 +3138,15 @@ def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
     assert first != other_seed != later
 
 
+def test_bfcl_a_limit_keeps_the_tasks_of_the_shortest_tool_lists():
+    def length(task):
+        return sum(len(tool.text) for tool in bfcl.task_tools(task).values())
+
+    for kept, every in zip(bfcl.choose_tasks("grouped", 5), bfcl.choose_tasks("grouped", 0)):
+        assert len(kept) == 5
+        assert max(map(length, kept)) <= min(length(task) for task in every if task not in kept)
+
+
 def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
     for k, n in ((0, 4), (4, 4), (3, 10), (59, 80)):
         low, high = bfcl.wilson(k, n)
@@ -3064,6 +3213,7 @@ class Recording:
         return {"test_success": 0.5}
 
     def load(self, path, tokenizer, processes, checkpointing):
+        assert checkpointing == processes.cuda
         self.note("loaded", os.path.relpath(path, self.out))
         file = Path(path) / "value"
         return Toy(float(file.read_text()) if file.exists() else 0)
@@ -3080,7 +3230,7 @@ class Recording:
                generator=None):
         return SimpleNamespace(model=model, temperature=temperature, given={
             "temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
-            "longest_row": max_tokens,
+            "longest_row": max_tokens, "whole": not model.value.requires_grad,  # not a share of its weights
             "cache_tokens": cache_tokens, "seed": generator.initial_seed() if generator else None})
 
     def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
@@ -3162,7 +3312,7 @@ def at(places, names):
 
 SAMPLERS = "failures, stage 2, watching, evaluation"
 ROLLOUTS = f"scripts, {SAMPLERS}"
-POLICY = "temperature, sampler, max_new_tokens, cache_tokens, longest_row, seed, model"
+POLICY = "temperature, sampler, max_new_tokens, cache_tokens, longest_row, whole, seed, model"
 SCRIPTS = at("scripts", "tasks, env, protocol, reward_tokens, limits, actions")
 FAILURES = at("failures", f"tasks, env, protocol, reward_tokens, limits, {POLICY}")
 STAGE_1 = at("stage 1", "lr, optimizer, rows, model, tokens_per_pass, max_grad_norm")
@@ -3308,11 +3458,10 @@ def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
 class Beside:
     """One of two processes that are threads: whatever one has to say to the other goes through here."""
 
-    size, cuda, sharded, device = 2, False, True, torch.device("cpu")
-    barrier, said = threading.Barrier(2, timeout=60), {}
+    size, cuda, sharded, device = 2, True, True, torch.device("cpu")
 
-    def __init__(self, rank):
-        self.rank = rank
+    def __init__(self, rank, barrier, said):
+        self.rank, self.barrier, self.said = rank, barrier, said
 
     def gather(self, items):
         self.said[self.rank] = list(items)
@@ -3336,21 +3485,41 @@ class Beside:
         actor.value.data.copy_(model.value.data)
 
 
-def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, tmp_path, monkeypatch):
-    recording = Recording(base, tmp_path / "x", monkeypatch)
+def run_beside(base, out, monkeypatch, *flags):
+    """The Recording of a run of two processes."""
+    recording, barrier, said = Recording(base, out, monkeypatch), threading.Barrier(2, timeout=60), {}
     monkeypatch.setattr(bfcl.Run, "save", lambda *arguments: None)  # needs processes; threads are none
+    monkeypatch.setattr(bfcl, "memory_there", lambda processes: 2**34)
 
     def process(rank):
         recording.thread.rank = rank
         try:
-            settings = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *RECORDED])
-            bfcl.pipeline(settings, Beside(rank), bfcl.ParityEnv)
+            settings = bfcl.parse_arguments(["--model", str(base), "--out", str(out), *RECORDED, *flags])
+            bfcl.pipeline(settings, Beside(rank, barrier, said), bfcl.ParityEnv)
         except BaseException:
-            Beside.barrier.abort()
+            barrier.abort()
             raise
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(process, (0, 1)))
+    return recording
+
+
+def test_bfcl_a_process_may_have_no_task_and_batches_are_shared_evenly(base, tmp_path, monkeypatch):
+    recording = run_beside(base, tmp_path / "x", monkeypatch, "--limit", "1")
+    for place in ("failures: tasks", "evaluation: tasks"):
+        assert recording.notes(place, 0) and not recording.notes(place, 1)
+    with pytest.raises(SystemExit, match="--batch 3 cannot be shared evenly by 2 processes"):
+        run_beside(base, tmp_path / "y", monkeypatch, "--batch", "3")
+
+
+def test_bfcl_two_processes_share_the_work_and_draw_differently(
+        recorded, base, tmp_path, monkeypatch, capsys):
+    bars, bar = [], bfcl.rollout_bar
+    monkeypatch.setattr(bfcl, "rollout_bar", noting(lambda name, n, processes: bars.append((name, n)), bar))
+    recording = run_beside(base, tmp_path / "x", monkeypatch)
+    assert {*bars} == {("rollouts", 1 * 3), *((f"evaluation, {goal}", 2) for goal in bfcl.REWARD_TOKENS)}
+    assert "".join(capsys.readouterr()).count("test 50% before it") == 1
 
     def both(place):
         return recording.notes(place, 0), recording.notes(place, 1)
@@ -3367,8 +3536,14 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
         assert recording.notes("stage 2: sampled_model", rank) == [2, 12, 22]  # the copy is kept up to date
         assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
         assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
+        for place in SAMPLERS.split(", "):  # no pass waits for a pass of the other process
+            assert {*recording.notes(f"{place}: whole", rank)} == {True}
     lines = read_lines(tmp_path / "x" / "metrics.jsonl")
     assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes; one of them writes
+    assert [line.get("test_success") for line in lines] == [None, None, 0.5, None, None]
+    report = json.loads((tmp_path / "x" / "eval.json").read_text())["goals"]
+    counts = {goal: tally["overall"]["n"] for goal, tally in report.items()}
+    assert counts == dict.fromkeys(bfcl.REWARD_TOKENS, 4)
     evaluated = [(line["goal"], line["id"]) for line in read_lines(tmp_path / "x" / "trajectories.jsonl")]
     assert len({*evaluated}) == len(evaluated) == 12
     assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
@@ -4607,7 +4782,8 @@ def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
     args, config = bfcl.parse_arguments(["--model", str(base), *TINY]), AutoConfig.from_pretrained(base)
     of_two = bfcl.memory(args, config, bfcl.count_parameters(config), 2, gpu=True)
     need = sum(size for _, size, _ in of_two)
-    plan = partial(bfcl.plan, args, bfcl.load_tokenizer(base), *bfcl.choose_tasks(args.split, args.limit))
+    add_reward_tokens(tokenizer := bfcl.load_tokenizer(base))
+    plan = partial(bfcl.plan, args, tokenizer, *bfcl.choose_tasks(args.split, args.limit))
     fits = "does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"
     for available, words in ((need, fits), (1000, "No number of processes is enough")):
         with pytest.raises(SystemExit, match=words):
@@ -5157,6 +5333,10 @@ def test_a_cache_is_not_gone_on_with_under_another_adapter_and_virtual_tokens_ar
     as_before = read_again(model, 0, 8)(longer)
     with model.disable_adapter():
         assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
+    model.add_adapter("other", model.peft_config["default"])
+    longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
+    model.set_adapter("other")
+    assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
     virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="virtual tokens .* cannot be used: take LoRA"):
         action_logprobs(peft.get_peft_model(tiny_model(50), virtual), rl_batch())
