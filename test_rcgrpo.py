@@ -4566,7 +4566,7 @@ def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_no
 def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
     tokenizer, rng, groups = tokenizer_named("qwen2_5"), random.Random(0), []
     for number, task in enumerate(rng.sample(TASKS, 128)):
-        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined"), tokenizer)
+        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined", init="none"), tokenizer)
         if len(expert.ids) > 16384:
             continue
         fork = expert.mask.index(1) - 8  # where the reward token stands
