@@ -1403,7 +1403,13 @@ def tools_to_user(messages):
 
 def without_control_tokens(tokenizer, control):
     """The same tokenizer, control tokens renamed so that nobody can spell them: all text is ordinary."""
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    whole = tokenizer.backend_tokenizer
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    if added == set(control) and all(whole.model.token_to_id(content) is None for content in added):
+        plain = Tokenizer(whole.model)  # it does not know them: the short way, for large vocabularies
+        plain.normalizer, plain.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
+        return plain
+    spec = json.loads(whole.to_str())
     spec.update(post_processor=None, truncation=None, padding=None)
     model, unknown = spec["model"], spec["model"].get("unk_token")
     names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay
