@@ -47,7 +47,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -1693,6 +1702,12 @@ def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_an
     assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
     assert (ids.count(call), ids.count(calls)) == (2, 1)  # of system and example
     assert system in tokenizer.decode(ids) and example in tokenizer.decode(ids)
+
+
+def test_the_tokenizers_normalizer_is_kept():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert "caf\u00e9<|im_end|>" in tokenizer.decode(chat_format(tokenizer).suffix(tool("cafe\u0301")))
 
 
 def test_changes_of_the_tokenizer_are_seen_at_once():
