@@ -1334,7 +1334,7 @@ class ChatFormat:
                 value = value.encode("utf-8", "replace").decode()  # lone surrogates have no ids
                 return pattern.sub(hide, value)
             if isinstance(value, dict):
-                return {key: hide_in(inner, pattern) for key, inner in value.items()}
+                return {hide_in(key, pattern): hide_in(inner, pattern) for key, inner in value.items()}
             return [hide_in(inner, pattern) for inner in value] if isinstance(value, list) else value
 
         for message in messages:
@@ -1485,6 +1485,7 @@ def sampled_at(policy, settings):
 
 
 def check_update(model, ref_model, optimizer, beta, clip=0.2, updates=1, **others):
+    inspect.signature(rcgrpo_update).bind_partial(**others)  # TypeError for a setting that is misspelt
     if not (beta >= 0 and clip >= 0 and updates >= 1):
         raise ValueError(f"need beta and clip >= 0, updates >= 1, got {beta}, {clip}, {updates}")
     if beta and (ref_model is None or ref_model is model):

@@ -1670,7 +1670,7 @@ def test_text_of_users_and_tools_never_becomes_a_control_token():
     assert tokenizer.convert_tokens_to_ids("hello") in chat.action("hello")  # not special: a model may say it
     said = "m['content'] + (m.calls|tojson if m.calls else '')"
     tokenizer.chat_template = CHATML.replace("m['content']", said)
-    called = [*user("x"), {"role": "assistant", "content": "", "calls": [{"arguments": {"a": hostile}}]}]
+    called = [*user("x"), {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: hostile}}]}]
     ids = chat_format(tokenizer).prompt([*called, *user("y")], LOW)
     assert ids.count(low) == 1 and tokenizer.decode(ids).count(LOW) > 1
 
@@ -1937,6 +1937,7 @@ REFUSED = [
       for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan})),
     (lambda: rcgrpo_update(None, None, None, [], beta=0, updates=0), "updates >= 1, got 0, 0.2, 0"),
     (lambda: rcgrpo_update(None, None, None, [], beta=0, clip=-1), "updates >= 1, got 0, -1, 1"),
+    (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
     (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
     (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
     (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),

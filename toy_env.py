@@ -10,12 +10,12 @@ says one tool call a turn and reads the answer: `find cup` -> `kitchen small`, `
 `ok`, ..., `done`. Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be
 looked up.
 
-In the demonstrations every item to be carried is small; in half of the tasks of reinforcement learning and of
-the test one is large. So the fine-tuned agent is confidently right on one half and just as confidently wrong
-on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP
-also sees failures, one kind of which takes the cart for everything: wrong there, right for what is large.
-Everything is trained by rcgrpo.py. Sections 1-3 are the house, the agent, the experiment, 4 is the report;
-5 and 6, processes and command line, may be skipped.
+In the demonstrations every item to be carried is small; in half of the tasks of reinforcement learning and
+of the test one is large. So the fine-tuned agent is confidently right on one half and just as confidently
+wrong on the other: groups of all ones and of all zeros, sigma_g = 0, nothing to learn from. RCTP also sees
+failures, one kind of which takes the cart for everything: wrong there, right for what is large. Everything is
+trained by rcgrpo.py. Sections 1-3 are the house, the agent, the experiment, 4 is the report; 5 and 6,
+processes and command line, may be skipped.
 """
 
 import argparse
