@@ -13,13 +13,13 @@ Afterwards the model is used under <|high_reward|>. The reward itself never look
 
 Symbols: tau a trajectory, h_t its history, a_t its t-th action (one assistant turn), r the reward token, R
 the reward, A the advantage; G rollouts of a task are a group, mu_g and sigma_g mean and std of R in it;
-mu_high, mu_low mean R by token; p = P(high); pi_theta is in training, pi_old sampled, pi_ref is frozen.
-Shapes: N trajectories (n in a pass), T action tokens (at most); a pass has L tokens, M of them actions.
+mu_high, mu_low mean R by token; p = P(high). Three policies: pi_theta is trained, pi_old is the one that
+sampled, pi_ref is frozen. Shapes: N trajectories (n in a pass), T action tokens (at most).
 
 Where this file departs from the paper, or fills in what it leaves open:
-  1. rho is one ratio per token, averaged over tokens, as in the authors' framework; ratio="trajectory" is eq.
-     7 as printed: with one update a batch it multiplies the policy gradient by the mean length (beta weighs
-     less); with more, a product of hundreds of ratios leaves the clip range. (Algorithm 1 divides by pi_ref.)
+  1. rho is one ratio per token, and the loss a mean over all action tokens, as in the authors' framework.
+     GRPO itself divides each rollout by its own length, which makes a token of a long rollout count less.
+     ratio="trajectory" is eq. 7 as printed, one product per rollout, which soon leaves the clip range.
   2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
   3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts equally many high ones into each group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
@@ -28,23 +28,25 @@ Where this file departs from the paper, or fills in what it leaves open:
      gradient; eq. 2 becomes a mean over tokens.
   7. eps of eq. 6 is 1e-6; a rollout that runs into a length limit has R = 0.
 
-Part I, sections 1-9, is the method, complete, in the order of the paper's equations. Part II, appendices A-E,
-is what it stands on: log-probs, policies, chat templates, the optimizer step, the two new tokens.
+Part I, sections 1-9, is the method, complete, in the order of the paper's equations (`hindsight_step` alone
+is not the paper's). Part II, appendices A-E, is what it stands on.
 """
 
 # ruff: noqa: E402, B905 (each appendix carries its own imports)
 import math
 import time
+import uuid
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 # ========== Part I: the method ==============================================================================
 
 # ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 ==================
-# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn, then R is earned.
+# So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn, then R is earned. (A
+# third level is a third token here, in `label_by_reward`, `sample_reward_tokens` and appendix E.)
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 
@@ -61,21 +63,6 @@ def inject_reward_token(messages, reward_token):
             message["content"] = message["content"] + f"\n\n[Reward Goal: {reward_token}]"
             return messages
     raise ValueError("there is no user message to put the reward token into; env.reset() must return one")
-
-
-def label_by_reward(trajectory, messages, tokenizer, threshold=1.0):
-    """Eq. 1 for a trajectory from anywhere (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
-
-    messages: how the conversation opened, what env.reset() gave. Returns a new trajectory: the same actions
-    and observations, id by id, behind a prompt that carries the token. ValueError if there is no action.
-    """
-    if 1 not in trajectory.mask:
-        raise ValueError("a trajectory without an action has nothing to label: drop it")
-    r = HIGH if trajectory.reward >= threshold else LOW
-    prompt = chat_format(tokenizer).prompt(messages, r)
-    start = trajectory.mask.index(1)
-    mask = [0] * len(prompt) + trajectory.mask[start:]
-    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=r)
 
 
 # ===== 2. Trajectories, token in / token out ================================================================
@@ -98,6 +85,7 @@ class Trajectory:
     group: object = None  # rollouts of one task share it; None: a group of its own
     reward: float = 0.0  # R in [0, 1]; 0 where truncated
     truncated: bool = False  # it ran into a token or turn limit
+    opening: list | None = None  # the messages that env.reset() gave, of which the prompt was made
 
     @property
     def action_ids(self):
@@ -114,12 +102,31 @@ def rows_by_group(groups):
     for row, group in enumerate(groups):
         if hasattr(group, "item"):  # a tensor is equal to nothing but itself: no two would share a group
             group = group.item()
+        if isinstance(group, list):  # a tuple that went through JSON
+            group = tuple(group)
         rows.setdefault(("alone", row) if group is None else group, []).append(row)
     return rows
 
 
+def label_by_reward(trajectory, tokenizer, threshold=1.0):
+    """Eq. 1 for a finished rollout (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
+
+    Returns a new trajectory: the same actions and observations, id by id, behind the prompt that was played,
+    which now carries the token.
+    """
+    if 1 not in trajectory.mask or trajectory.opening is None:
+        raise ValueError("to be labelled, a trajectory needs an action and its .opening, the messages played")
+    r = HIGH if round(trajectory.reward, 9) >= threshold else LOW
+    prompt = chat_format(tokenizer).prompt(trajectory.opening, r)
+    start = trajectory.mask.index(1)
+    mask = [0] * len(prompt) + trajectory.mask[start:]
+    return replace(trajectory, ids=prompt + trajectory.ids[start:], mask=mask, reward_token=r)
+
+
 # ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ========================
 # The result is a reward-conditioned trajectory policy. SFT: the same loss on experts, without a reward token.
+# With several processes each gives its own trajectories: `total` sums a number over all of them, `from_all`
+# joins their lists (appendix D). Alone they are the number and the list.
 
 
 def rctp_loss(logp, mask=None, n_tokens=None):
@@ -131,27 +138,29 @@ def rctp_loss(logp, mask=None, n_tokens=None):
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
     if n_tokens == 0:
         raise ValueError("no action token in the batch: drop trajectories whose prompt fills the context")
-    return -(logp * mask).sum() / n_tokens
+    return -logp.masked_fill(~mask, 0).sum() / n_tokens
 
 
-def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
+def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_norm=1.0):
     """One optimizer step of stage 1 on labelled trajectories (for SFT: expert ones). Returns metrics.
 
     tokens_per_pass: most tokens in one forward and backward pass; this bounds the memory of the step.
-    gather: [x of this process] -> [x of all], `list` if alone. Gradients are to be SUMMED (DDP averages).
+    Gradients are to be SUMMED over processes (FSDP2 as train_bfcl.py sets it; DDP would average).
     """
-    trajectories = checked_trajectories(optimizer, trajectories)
-    n_tokens = sum(gather([count_actions(trajectories)]))  # of all processes
+    trajectories = list(trajectories)
+    check_step(model, optimizer, tokens_per_pass, max_grad_norm)
+    check_trajectories(model, trajectories, all_act=True)
+    n_tokens = total(count_action_tokens(trajectories))
     loss_sum = 0.0
     model.zero_grad()  # what a step that failed may have left
-    for rows in passes(model, trajectories, tokens_per_pass, gather):
+    for rows in passes(model, trajectories, tokens_per_pass):
         part = [trajectories[row] for row in rows]
         logp = action_logprobs(model, part)  # (n, T)
         loss = rctp_loss(logp, action_mask(part, logp.device), n_tokens)
         loss.backward()
         loss_sum += loss.item()
     stepped = optimizer_step(model, optimizer, max_grad_norm)  # clip, step, clear
-    return {"loss": sum(gather([loss_sum])), "tokens": n_tokens, **stepped}
+    return {"loss": total(loss_sum), "tokens": n_tokens, **stepped}
 
 
 # ===== 4. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p ====================================
@@ -180,26 +189,29 @@ def sample_reward_tokens(G, p, generator=None, stratified=False):
 
 # ===== 5. Rollouts (eqs. 4-5):   a_{t,j} ~ pi(. | h_{t,j}, r_j),   R_j the env's verdict ====================
 # An env is any object with reset() -> messages, step(text) -> messages or None when over, reward() -> R in
-# [0,1], and close() if it likes. A policy is any callable: N prompts -> N actions, all lists of ids; it may
-# have .temperature (rcgrpo_step scores at it), .max_tokens (the longest row it reads), .close(). A model, a
-# script and a fake in a test run through the same function, so that demonstrations have exactly the layout of
-# rollouts. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
+# [0, 1], and close() if it likes. Eq. 5, R = R_state R_action, is one such reward: BFCLEnv in train_bfcl.py.
+# A policy is any callable: N prompts -> N actions, all lists of ids. An action ends with one of
+# chat_format(tokenizer).stop_ids and is drawn from softmax(logits / temperature) of the current weights. It
+# may have .temperature (1 if absent), .max_tokens (the longest row it reads) and .close(), which means
+# "forget what you have read" and is called after every rollout. A model and a script run through the same
+# function: demonstrations have exactly the layout of rollouts.
 
 
 def collect_groups(tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False, generator=None,
-                   **limits):
+                   limits=None):
     """Roll out G conversations per task, each under its own reward token (eqs. 3-4).
 
     make_env(task) -> a fresh env.  p: P(high); 1.0 is "always high", None "no token", as in plain GRPO.
     stratified: as in `sample_reward_tokens`.  generator: of the reward tokens, on the CPU.
-    limits: keywords of `rollout`.  Returns len(tasks) * G trajectories; `group` is the index in `tasks`.
+    limits: keywords of `rollout`, e.g. {"max_turns": 8}.
+    Returns len(tasks) * G trajectories. `group` is unique to task and call: results of calls may be joined.
     """
-    reward_tokens, groups = [], []
+    call, reward_tokens, groups = uuid.uuid4().hex, [], []
     for index in range(len(tasks)):
         reward_tokens += [None] * G if p is None else sample_reward_tokens(G, p, generator, stratified)
-        groups += [index] * G
+        groups += [f"{call}-{index}"] * G
     envs = (make_env(task) for task in tasks for _ in range(G))
-    return rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
+    return rollout(envs, reward_tokens, policy, tokenizer, groups, **(limits or {}))
 
 
 def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, max_tokens=32768, threads=1,
@@ -211,58 +223,59 @@ def rollout(envs, reward_tokens, policy, tokenizer, groups=None, max_turns=20, m
     threads: the envs of a turn run one after another, or this many at once (for tools that make one wait).
     progress: called before each turn with the number of conversations still open, at the end with 0.
     Returns N trajectories. One that hits a limit, or whose action does not end, is `truncated` with reward 0;
-    a cut action is not executed. An env or policy that breaks its contract is an error; all envs are closed.
+    a cut action is not executed. RolloutError: an env or a policy broke its contract; all envs are closed.
     """
-    with ExitStack() as closing:
-        limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-        envs, reward_tokens, groups, map_all = open_envs(envs, reward_tokens, groups, policy, limits, closing)
-        chat, max_tokens = chat_format(tokenizer), min(max_tokens, getattr(policy, "max_tokens", max_tokens))
-        rows, turn = range(len(envs)), 0
+    chat = chat_format(tokenizer)
+    max_tokens = min(max_tokens, getattr(policy, "max_tokens", max_tokens))
+    with open_envs(envs, policy, max_turns, max_tokens, threads) as (envs, map_all):  # map, or one in threads
+        reward_tokens, groups = one_per_env(envs, reward_tokens, groups)
 
-        # Open every conversation: (h_1, r).  map_all is map, or a map in threads.
-        def begin(row):
-            prompt = chat.prompt(ask(envs[row], row, turn, "reset"), reward_tokens[row])
-            full = len(prompt) >= max_tokens  # it leaves no room to say anything
-            return Trajectory(prompt, [0] * len(prompt), reward_tokens[row], groups[row], truncated=full)
-
-        trajectories = list(map_all(begin, rows))
+        # Open every conversation: (h_1, r).
+        begin = partial(begin_trajectory, chat, max_tokens)
+        trajectories = list(map_all(begin, envs, reward_tokens, groups))
 
         # Turn by turn: an action a_t in every conversation that is open, then its env's observation.
-        def play(row, action):
-            return play_turn(envs[row], row, turn, trajectories[row], action, chat, max_tokens)
-
-        playing = [row for row in rows if not trajectories[row].truncated]
+        play = partial(play_turn, chat, max_tokens)
+        playing = [row for row, t in enumerate(trajectories) if not t.truncated]
+        turn = 0
         while playing and turn < max_turns:
             turn += 1
             if progress:
                 progress(len(playing))
-            actions = checked_actions(policy([trajectories[row].ids for row in playing]), len(playing))
-            still_open = list(map_all(play, playing, actions))
+            talking = [trajectories[row] for row in playing]
+            actions = ask_policy(policy, [t.ids for t in talking], turn)
+            still_open = list(map_all(play, [envs[row] for row in playing], talking, actions))
             playing = [row for row, is_open in zip(playing, still_open) if is_open]
         for row in playing:  # still talking at the turn limit
             trajectories[row].truncated = True
 
         # The verdicts: R. A truncated rollout keeps 0.
-        def finish(row):
-            if not trajectories[row].truncated:
-                trajectories[row].reward = ask(envs[row], row, turn, "reward")
-
-        list(map_all(finish, rows))
+        whole = [row for row, t in enumerate(trajectories) if not t.truncated]
+        for row, R in zip(whole, map_all(CheckedEnv.reward, [envs[row] for row in whole])):
+            trajectories[row].reward = R
         if progress:
             progress(0)
-    check_script(policy, trajectories)
+    warn_if_none_ended(trajectories, chat)
     return trajectories
 
 
-def play_turn(env, row, turn, trajectory, action, chat, max_tokens):
+def begin_trajectory(chat, max_tokens, env, reward_token, group):
+    """A trajectory that holds the prompt and no action; truncated if there is no room for one."""
+    opening = env.reset()
+    prompt = chat.prompt(opening, reward_token)
+    return Trajectory(prompt, [0] * len(prompt), reward_token, group, 0.0, len(prompt) >= max_tokens, opening)
+
+
+def play_turn(chat, max_tokens, env, trajectory, action):
     """Append one action and the env's observation. True while the conversation is open."""
-    action = action[: max_tokens - len(trajectory.ids)]
-    trajectory.ids = trajectory.ids + action
+    ends = [place for place, token in enumerate(action, 1) if token in chat.stop_ids]
+    action = action[: min([*ends[:1], max_tokens - len(trajectory.ids)])]  # what follows a stop id is padding
+    trajectory.ids = trajectory.ids + action  # a new list: the policy may have kept the old one
     trajectory.mask = trajectory.mask + [1] * len(action)
     if action[-1] not in chat.stop_ids:  # cut off: not executed
         trajectory.truncated = True
         return False
-    observation = ask(env, row, turn, "step", chat.text(action))
+    observation = env.step(chat.text(action))
     if observation is None:
         return False
     suffix = chat.suffix(observation, after=action[-1])
@@ -289,7 +302,7 @@ def group_advantages(rewards, groups, eps=1e-6):
     >>> group_advantages([1, 0, 1, 1], ["a", "a", "b", "b"])
     tensor([ 1.0000, -1.0000,  0.0000,  0.0000])
     """
-    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    rewards = torch.as_tensor(rewards, dtype=torch.float64).round(decimals=9)  # .1 + .2 is .3
     if len(rewards) != len(groups):
         raise ValueError(f"need one group id per reward: {len(rewards)} rewards, {len(groups)} ids")
     if not ((rewards >= 0) & (rewards <= 1)).all():
@@ -363,42 +376,41 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
 
 
 def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G=5, p=0.5, stratified=False,
-                generator=None, limits=None, beta=0.1, gather=list, mine=list, **update_settings):
+                generator=None, limits=None, beta=0.1, **update_settings):
     """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, own rollouts).
 
-    tasks ... generator: as in `collect_groups`.  limits: keywords of `rollout`, e.g. {"max_turns": 8}.
+    tasks ... limits: as in `collect_groups`, of this process; the metrics are of all.
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
-    gather: as in `rctp_step`.  mine: a list -> this process's share of it (`list`: all). Metrics are of all.
     """
-    check_update(model, ref_model, optimizer, beta, **update_settings)  # before the rollouts, which cost most
-    temperature = sampled_at(policy, update_settings)
-    started, limits = time.perf_counter(), limits or {}
-    rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, **limits)
+    check_update(model, ref_model, optimizer, G, beta, **update_settings)  # before rollouts are paid for
+    temperature, started = temperature_of(policy), time.perf_counter()
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, limits)
     sampled = time.perf_counter()
-    everyone, dealt = deal_groups(rollouts, gather, mine)  # in one process the same rollouts
-    update_settings = {**update_settings, "temperature": temperature, "beta": beta, "gather": gather}
-    updated = rcgrpo_update(model, ref_model, optimizer, dealt, **update_settings)
+    everyone, dealt = deal_groups(rollouts)  # of all processes; those that this one learns from
+    updated = rcgrpo_update(model, ref_model, optimizer, dealt, temperature, beta=beta, **update_settings)
     seconds = {"rollout_seconds": sampled - started, "update_seconds": time.perf_counter() - sampled}
     return {**group_metrics(everyone, p), **updated, **seconds}, rollouts
 
 
 def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, clip=0.2, beta=0.1,
-                  ratio="token", updates=1, tokens_per_pass=24576, max_grad_norm=1.0, gather=list):
+                  ratio="token", updates=1, tokens_per_pass=24576, max_grad_norm=1.0):
     """`updates` clipped optimizer steps on one batch (the paper: one). Returns the last one's metrics.
 
     ref_model: the frozen stage-1 model; None if beta = 0; for LoRA, the PEFT model's `disable_adapter`.
     trajectories: whole groups, this process's part of the batch.  temperature: of their sampling.
-    clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass, gather: as in `rctp_step`.
+    clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass: as in `rctp_step`.
     """
-    check_update(model, ref_model, optimizer, beta, clip, updates)
+    trajectories = list(trajectories)
+    check_update(model, ref_model, optimizer, largest_group(trajectories), beta, clip, ratio, updates,
+                 tokens_per_pass, max_grad_norm)
+    check_trajectories(model, trajectories)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
-    n_tokens = sum(gather([count_actions(trajectories)]))
-    n_trajectories = sum(gather([len(trajectories)]))
-    parts = passes(model, trajectories, tokens_per_pass, gather)
+    n_tokens, n_trajectories = total(count_action_tokens(trajectories)), total(len(trajectories))
+    parts = passes(model, trajectories, tokens_per_pass)
     old, ref, skipped = {}, {}, 0  # log-probs of each pass, kept from the first update for the others
     model.zero_grad()
     for update in range(updates):
-        seen = Counter()  # adds up the metrics of the passes
+        seen = Counter()
         for number, rows in enumerate(parts):
             part = [trajectories[row] for row in rows]
             logp, entropy = action_logprobs(model, part, temperature, entropy=True)  # (n, T)
@@ -409,11 +421,26 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
             loss, metrics = clipped_policy_loss(logp, old[number], ref[number], advantages[rows], mask, clip,
                                                 beta, ratio, n_tokens, n_trajectories)
             loss.backward()
-            seen.update(metrics, entropy=(entropy * mask).sum().item() / max(1, n_tokens))
+            mean_entropy = (entropy * mask).sum().item() / max(1, n_tokens)
+            seen.update(metrics, entropy=mean_entropy)  # a Counter's update adds
         stepped = optimizer_step(model, optimizer, max_grad_norm)
         skipped += stepped["skipped"]
-    everywhere = {name: sum(gather([value])) for name, value in seen.items()}
-    return {**everywhere, **stepped, "skipped": skipped}
+    return {**{name: total(value) for name, value in seen.items()}, **stepped, "skipped": skipped}
+
+
+def hindsight_step(model, optimizer, rollouts, tokenizer, tokens_per_pass=24576, max_grad_norm=1.0):
+    """Not the paper's: after a step of stage 2, learn what its rollouts found. Returns metrics.
+
+    What earned R = 1, under either token, is labelled high (eq. 1) and learned by eq. 2; "count": how many
+    (0: no step). Why: where each mode is deterministic, sigma_g is largest, yet grad log pi of an action of
+    probability 1 is 0, so the high mode cannot leave its habit. (The field's name is hindsight relabelling:
+    Andrychowicz et al. 2017; of instructions to language models, Zhang et al. 2023.)
+    """
+    found = [label_by_reward(t, tokenizer) for t in rollouts if round(t.reward, 9) == 1 and 1 in t.mask]
+    count = total(len(found))
+    if count == 0:
+        return {"loss": None, "tokens": 0, "grad_norm": None, "skipped": 0, "count": 0}
+    return {**rctp_step(model, optimizer, found, tokens_per_pass, max_grad_norm), "count": count}
 
 
 # ===== 9. What to watch =====================================================================================
@@ -424,36 +451,36 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
 def group_metrics(trajectories, p=None):
     """Reward statistics of one batch of groups. None stands for "there was no such rollout".
 
-    reward, reward_high, reward_low  mean R, mu_high, mu_low
-    reward_high_minus_low            mu_high - mu_low
+    reward, reward_high, reward_low, reward_high_minus_low   mean R, mu_high, mu_low, mu_high - mu_low
     sigma, zero_std                  mean sigma_g; share of groups with sigma_g = 0
-    sigma2, sigma2_floor             mean sigma_g^2; kappa (mu_high - mu_low)^2, p measured if not given
+    sigma2, sigma2_floor             mean sigma_g^2; mean kappa (mu_high - mu_low)^2, p measured if not given
     advantage_std                    spread of A; 1 if every group has variance
     truncated, tokens                share of rollouts cut off; action tokens sampled
-    A step adds loss, grad_norm (before clipping), kl and entropy (means over action tokens), clip_fraction
-    (of ratios), skipped (all updates dropped, gradient not finite), rollout_seconds, update_seconds.
+    A step adds loss, grad_norm (before clipping; None: not finite, so dropped and counted in skipped), kl and
+    entropy (means over action tokens), clip_fraction (of ratios), rollout_seconds, update_seconds.
     """
-    R, groups = [t.reward for t in trajectories], [t.group for t in trajectories]
+    R, groups = [round(t.reward, 9) for t in trajectories], [t.group for t in trajectories]
     by_token = {token: [t.reward for t in trajectories if t.reward_token == token] for token in (HIGH, LOW)}
-    sigmas = []
+    p = len(by_token[HIGH]) / len(R) if p is None else p
+    sigmas, kappas = [], []
     for rows in rows_by_group(groups).values():
-        rewards = [R[row] for row in rows]
+        rewards, G = [R[row] for row in rows], len(rows)
         spread = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
         sigmas.append(spread if len(set(rewards)) > 1 else 0.0)  # no rounding error counts as variance
+        kappas.append((G - 1) / G * p * (1 - p))
 
     def mean(values):
         return sum(values) / len(values) if values else None
 
-    mu_high, mu_low, G = mean(by_token[HIGH]), mean(by_token[LOW]), len(R) / len(sigmas)
+    mu_high, mu_low = mean(by_token[HIGH]), mean(by_token[LOW])
     gap = mu_high - mu_low if by_token[HIGH] and by_token[LOW] else None
-    p = len(by_token[HIGH]) / len(R) if p is None else p
-    kappa = (G - 1) / G * p * (1 - p)
     return {
         "reward": mean(R), "reward_high": mu_high, "reward_low": mu_low, "reward_high_minus_low": gap,
         "sigma": mean(sigmas), "zero_std": mean([s == 0 for s in sigmas]),
-        "sigma2": mean([s * s for s in sigmas]), "sigma2_floor": 0.0 if gap is None else kappa * gap**2,
+        "sigma2": mean([s * s for s in sigmas]),
+        "sigma2_floor": 0.0 if gap is None else mean(kappas) * gap**2,
         "advantage_std": group_advantages(R, groups).std(correction=0).item(),
-        "truncated": mean([t.truncated for t in trajectories]), "tokens": count_actions(trajectories),
+        "truncated": mean([t.truncated for t in trajectories]), "tokens": count_action_tokens(trajectories),
     }
 
 
@@ -521,12 +548,12 @@ def action_mask(trajectories, device="cpu"):
     >>> action_mask([Trajectory([5, 6, 7], [0, 1, 1]), Trajectory([5, 6], [0, 1])]).tolist()
     [[True, True], [True, False]]
     """
-    counts = [count_actions([t]) for t in trajectories]
+    counts = [count_action_tokens([t]) for t in trajectories]
     columns = torch.arange(max(counts, default=0), device=device)
     return columns < torch.tensor(counts, dtype=torch.long, device=device)[:, None]
 
 
-def count_actions(trajectories):
+def count_action_tokens(trajectories):
     """Action tokens in all trajectories."""
     return sum(sum(t.mask) for t in trajectories)
 
@@ -781,37 +808,28 @@ def check_rows(model, rows):
         raise ValueError("adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
 
 
-def passes(model, trajectories, tokens_per_pass, gather=list):
+def passes(model, trajectories, tokens_per_pass):
     """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
-    A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
-    is every row of a model that is not packed. The longest are placed first, each where there is room: passes
-    are few and about equally long. All processes make the same number of them, the last ones empty where
-    there is less to do.
+    Cut greedily, group by group: a group that fits stays together, another is split. A longer row is a pass
+    of its own, and so is every row of a model that is not packed. All processes make the same number of
+    passes, the last ones empty where there is less to do.
     """
-    if tokens_per_pass < 1:
-        raise ValueError(f"tokens_per_pass must be 1 or more, got {tokens_per_pass}")
-    packed = packs(model, max(gather([longest(trajectories)])))  # the same answer on every process
-    pieces = []  # [tokens, rows]: groups, or as much of one as fits into a pass
+    packed = packs(model, max(from_all([longest(trajectories)])))  # the same answer on every process
+    cut, room = [], 0  # room: tokens that still fit into the last pass
     for rows in rows_by_group([t.group for t in trajectories]).values():
         prefix = len(os.path.commonprefix([trajectories[row].ids for row in rows]))
-        for row in rows:
-            tokens = len(trajectories[row].ids)
-            if packed and row != rows[0] and pieces[-1][0] + tokens - prefix <= tokens_per_pass:
-                pieces[-1][0] += tokens - prefix
-                pieces[-1][1].append(row)
-            else:
-                pieces.append([tokens, [row]])
-    filled = []  # [tokens, rows]: passes
-    for tokens, rows in sorted(pieces, key=lambda piece: -piece[0]):
-        roomy = [one for one in filled if packed and one[0] + tokens <= tokens_per_pass]
-        if roomy:
-            roomy[0][0] += tokens
-            roomy[0][1] += rows
-        else:
-            filled.append([tokens, rows])
-    cut = [rows for _, rows in sorted(filled, key=lambda one: -one[0])]
-    return cut + [[]] * (max(gather([len(cut)])) - len(cut))
+        own = [len(trajectories[row].ids) - prefix for row in rows]  # tokens beyond the prefix
+        if prefix + sum(own) > room:
+            room = 0
+        for tokens, row in zip(own, rows):
+            new = not packed or room < tokens + (prefix if row == rows[0] else 0)
+            if new:
+                cut.append([])
+                room = tokens_per_pass
+            cut[-1].append(row)
+            room -= tokens + (prefix if new or row == rows[0] else 0)
+    return cut + [[]] * (max(from_all([len(cut)])) - len(cut))
 
 
 def reference_logprobs(model, ref_model, trajectories, temperature):
@@ -853,71 +871,135 @@ def _run_silently(run, forward, *args):
 # Promise: whatever an env or a policy does wrong is an error that names it, and every env is closed. A model
 # is sampled from exactly softmax(logits / temperature), and what was said is read once while its cache fits.
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from operator import index
 
 from transformers import DynamicCache
 
 
-def open_envs(envs, reward_tokens, groups, policy, limits, closing):
-    """For `rollout`: envs (closed with `closing`), reward tokens and groups as lists, and a map over rows."""
-    opened, reward_tokens = [], list(reward_tokens)
-    if hasattr(policy, "close"):  # what it has read takes memory that the update needs
-        closing.callback(policy.close)
-    try:
-        for env in envs:
-            if hasattr(env, "close"):
-                closing.callback(ask, env, len(opened), "last", "close")
-            opened.append(env)
-    except Exception as error:
-        raise RuntimeError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
-    groups = [None] * len(opened) if groups is None else list(groups)
-    if not opened or not len(opened) == len(reward_tokens) == len(groups):
-        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(opened)} envs, "
-                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
-    if len({id(env) for env in opened}) < len(opened):
-        raise ValueError("one env object is given for several rollouts: make a fresh env for each")
+class RolloutError(RuntimeError, TypeError, ValueError):
+    """What an env or a policy did wrong; it names the env's row, the turn and the method."""
+
+
+class CheckedEnv:
+    """An env whose answers are checked. Whatever goes wrong is a RolloutError."""
+
+    def __init__(self, env, row):
+        self.env, self.row, self.turn = env, row, 0
+
+    def reset(self):
+        return copy.deepcopy(self._messages("reset"))  # kept as the opening: the env may change its own
+
+    def step(self, text):
+        self.turn += 1
+        messages = self._messages("step", text)
+        if any(message["role"] == "assistant" for message in messages or ()):
+            raise self._error("step", "returned an assistant message: it must return only what is new, and "
+                              "the env does not speak for the assistant")
+        return messages
+
+    def reward(self):
+        answer = self._call("reward")
+        with suppress(Exception):  # a numeric string is no number
+            R = round(float(answer + 0), 9)  # six sixths are 1
+            if 0 <= R <= 1:
+                return abs(R)  # no -0
+        raise self._error("reward", f"returned {answer!r}: rewards must be finite numbers in [0, 1]")
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self._call("close")
+
+    def _messages(self, method, *arguments):
+        answer = self._call(method, *arguments)
+        if answer is None and method == "step":  # the conversation is over
+            return None
+        messages = answer if isinstance(answer, list) and answer else [None]
+        if all(isinstance(message, dict) and isinstance(message.get("role"), str)
+               and isinstance(message.get("content"), str) for message in messages):
+            return messages
+        raise self._error(method, "must return a non-empty list of {'role': str, 'content': str}, got "
+                          f"{answer!r}")
+
+    def _call(self, method, *arguments):
+        try:
+            return getattr(self.env, method)(*arguments)
+        except Exception as error:
+            raise self._error(method, f"raised {type(error).__name__}: {error}") from error
+
+    def _error(self, method, what):
+        kind = type(self.env).__name__
+        return RolloutError(f"env {self.row} ({kind}), turn {self.turn}: env.{method}() {what}")
+
+
+@contextmanager
+def open_envs(envs, policy, max_turns, max_tokens, threads):
+    """The envs, checked, and a map over them. At the end every env is closed, and the policy forgets."""
+    limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
     if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
         raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
-    map_all = map
-    if limits["threads"] > 1:
-        map_all = closing.enter_context(ThreadPoolExecutor(limits["threads"])).map
-    return opened, reward_tokens, groups, map_all
+    with ExitStack() as closing:
+        closing.push(partial(forget, policy))
+        opened = []
+        try:
+            for env in envs:
+                opened.append(CheckedEnv(env, len(opened)))
+                closing.callback(opened[-1].close)
+        except Exception as error:
+            raise RolloutError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
+        if len({id(checked.env) for checked in opened}) < len(opened):
+            raise ValueError("one env object is given for several rollouts: make a fresh env for each")
+        if threads > 1:
+            yield opened, closing.enter_context(ThreadPoolExecutor(threads)).map
+        else:
+            yield opened, map
 
 
-def ask(env, row, turn, method, *arguments):
-    """Call a method of an env and check its answer. Whatever goes wrong, the error names env, row, turn."""
-    name = f"env {row} ({type(env).__name__}), turn {turn}: env.{method}()"
+def forget(policy, error, *_):
+    """Call policy.close(), if there is one. An error that is on its way goes before one of close()."""
+    if hasattr(policy, "close"):
+        with suppress(Exception) if error else nullcontext():
+            policy.close()
+
+
+def one_per_env(envs, reward_tokens, groups):
+    """Reward tokens and group ids as lists, one for each env."""
+    reward_tokens, groups = list(reward_tokens), [None] * len(envs) if groups is None else list(groups)
+    if not envs or not len(envs) == len(reward_tokens) == len(groups):
+        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(envs)} envs, "
+                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
+    return reward_tokens, groups
+
+
+def ask_policy(policy, prompts, turn):
+    """The policy's actions, as lists of int."""
     try:
-        answer = getattr(env, method)(*arguments)
+        sampled = policy(prompts)
     except Exception as error:
-        raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
-    if method == "close" or method == "step" and answer is None:
-        return None
-    if method == "reward":
-        with suppress(Exception):  # a numeric string is no number
-            if -1e-9 <= float(answer + 0) <= 1 + 1e-9:  # a sum of parts may miss 1 by a rounding
-                return min(1.0, max(0.0, float(answer)))
-        raise ValueError(f"{name} returned {answer!r}: rewards must be finite numbers in [0, 1]")
-    for message in answer if isinstance(answer, list) and answer else [None]:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{name} must return a non-empty list of {{'role': str, 'content': str}}, "
-                            f"got {answer!r}")
-    return answer
+        raise RolloutError(f"turn {turn}: the policy raised {type(error).__name__}: {error}") from error
+    with suppress(TypeError):  # text in place of ids, or no lists at all
+        actions = [[index(token) for token in ids] for ids in sampled]
+        if len(actions) == len(prompts) and all(actions):
+            return actions
+    raise RolloutError(f"turn {turn}: the policy must return one non-empty list of ids for each of its "
+                       f"{len(prompts)} prompts, got {sampled!r}"[:400])
 
 
-def checked_actions(sampled, expected):
-    """What a policy returned, as lists of int; ValueError unless it is one non-empty list per prompt."""
-    sampled = [[int(token) for token in ids] for ids in sampled]
-    if len(sampled) != expected or not all(sampled):
-        raise ValueError(f"the policy must return one non-empty list of ids per prompt: {expected} prompts, "
-                         f"lengths {[len(ids) for ids in sampled]}")
-    return sampled
+def warn_if_none_ended(trajectories, chat):
+    """Where no action at all has an end, the policy leaves it out, or its limit is too low."""
+    said = [token for t in trajectories for token in t.action_ids]
+    if said and not chat.stop_ids.intersection(said):
+        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut off: "
+                      "a policy must return the stop id too; or raise max_new_tokens", stacklevel=3)
 
 
 def scripted_policy(texts, tokenizer):
-    """A policy for one conversation that says `texts` in order. A generator may look at its env first."""
+    """A policy for one conversation that says `texts` in order. A generator may look at its env first.
+
+    ValueError if the conversation goes on when all is said, or is over, by its end or a limit, before.
+    """
     texts, chat = iter(texts), chat_format(tokenizer)
 
     def policy(prompts):
@@ -927,15 +1009,13 @@ def scripted_policy(texts, tokenizer):
             raise ValueError("the script is over but the conversation is not: let its last line end it")
         return [chat.action(text)]
 
-    policy.unsaid = texts
+    def close():
+        if next(texts, None) is not None:
+            raise ValueError("the conversation was over before the script: let the line that ends it be the "
+                             "last, and max_turns and max_tokens have room for all")
+
+    policy.close = close
     return policy
-
-
-def check_script(policy, trajectories):
-    """ValueError if an episode ended, by no limit, before its script did."""
-    unsaid = getattr(policy, "unsaid", iter(()))
-    if not any(t.truncated for t in trajectories) and next(unsaid, None) is not None:
-        raise ValueError("the episode ended before the script did: let the line that ends it be the last")
 
 
 def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None):
@@ -1428,83 +1508,112 @@ def without_control_tokens(tokenizer, control):
     return Tokenizer.from_str(json.dumps(spec))
 
 
-# ===== D. The step ==========================================================================================
+# ===== D. The step, on one process or many ==================================================================
 # Promise: what would train wrongly is refused before it costs anything; a non-finite gradient is dropped.
+
+import torch.distributed as dist
+
+
+def from_all(items):
+    """The lists of all processes, joined in the order of their ranks; alone, the list itself."""
+    if not dist.is_initialized():
+        return list(items)
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, list(items))
+    return [item for one in lists for item in one]
+
+
+def total(x):
+    """The sum of x over all processes."""
+    return sum(from_all([x]))
+
+
+def deal_groups(rollouts):
+    """(the rollouts of all processes, those of the groups that this process learns from). They are dealt by
+    length, so that processes wait little for each other."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    everyone = from_all(rollouts)
+    groups = rows_by_group([t.group for t in everyone]).values()
+    longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
+    return everyone, [everyone[row] for rows in longest_first[rank::size] for row in rows]
+
+
+def largest_group(trajectories):
+    """Rollouts in the largest group of any process."""
+    groups = rows_by_group([t.group for t in trajectories]).values()
+    return max(from_all([max(map(len, groups), default=0)]))
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
-    """Clip the gradient to norm max_grad_norm > 0 (inf: no clipping), step, clear. Returns metrics.
+    """Clip the gradient to norm max_grad_norm (inf: no clipping), step, clear. Returns metrics.
 
-    A gradient that is not finite is thrown away: skipped = 1, and the weights stay as they were.
+    A gradient that is not finite is thrown away: grad_norm None, skipped 1, the weights as they were.
     """
-    if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full: over all shards
-    if math.isfinite(norm):
+    finite = math.isfinite(norm)
+    if finite:
         optimizer.step()
     model.zero_grad()
     torch.clear_autocast_cache()  # autocast around the whole loop would go on with the old weights, cast
-    return {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
+    return {"grad_norm": norm if finite else None, "skipped": int(not finite)}
 
 
-def checked_trajectories(optimizer, trajectories):
-    """For stage 1: the trajectories as a list; each has an action, and the weights can move."""
-    trajectories = list(trajectories)
-    silent = [row for row, t in enumerate(trajectories) if 1 not in t.mask]
-    if silent or not trajectories:
-        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
-                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
-    check_precision(optimizer)
-    return trajectories
-
-
-def deal_groups(rollouts, gather, mine):
-    """(the rollouts of all processes, those of the groups that this process learns from).
-
-    Group 0 of two processes is two groups. They are dealt by length, so that processes wait little for each
-    other.
-    """
-    everyone = []
-    for process, theirs in enumerate(gather([rollouts])):
-        everyone += [replace(t, group=(process, t.group)) for t in theirs]
-    groups = rows_by_group([t.group for t in everyone]).values()
-    longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
-    return everyone, [everyone[row] for rows in mine(longest_first) for row in rows]
-
-
-def sampled_at(policy, settings):
-    """The policy's temperature. ValueError if the settings name another, or if it cannot be scored at."""
-    named = settings.get("temperature", getattr(policy, "temperature", 1.0))
-    temperature = getattr(policy, "temperature", named)
-    if named != temperature or not temperature > 0:
-        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored at {named}: leave it "
-                         "to a policy whose temperature is above 0")
+def temperature_of(policy):
+    """What the policy samples at, and is scored at. ValueError if it cannot be scored at that."""
+    temperature = getattr(policy, "temperature", 1.0)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
     return temperature
 
 
-def check_update(model, ref_model, optimizer, beta, clip=0.2, updates=1, **others):
-    inspect.signature(rcgrpo_update).bind_partial(**others)  # TypeError for a setting that is misspelt
-    if not (beta >= 0 and clip >= 0 and updates >= 1):
+def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
+    """ValueError for what cannot train, or not as it should."""
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"give the model inside of {type(model).__name__} (model.module): for many "
+                         "processes it is sharded by FSDP2, as in train_bfcl.py")
+    if not (isinstance(tokens_per_pass, int) and tokens_per_pass >= 1):
+        raise ValueError(f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
+    if not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if held.keys() != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise ValueError("the optimizer must hold the model's trainable parameters and no others: make it "
+                         "after add_reward_tokens, adapters and sharding, from this model's parameters()")
+    coarse = {p.dtype for p in held.values()} & {torch.bfloat16, torch.float16}
+    if coarse and any("betas" in group for group in optimizer.param_groups):
+        raise ValueError(f"Adam's small steps are lost in the rounding of {coarse.pop()} weights: train fp32 "
+                         "master weights, or fp32 adapters (LoRA) on these")
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise ValueError("under autocast to float16 small gradients vanish: use bfloat16, or fp32")
+
+
+def check_trajectories(model, trajectories, all_act=False):
+    """ValueError for trajectories that the model cannot learn from. all_act: each must have an action."""
+    silent = [row for row, t in enumerate(trajectories) if 1 not in t.mask] if all_act else []
+    if silent or not total(len(trajectories)):
+        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
+                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
+    if any(t.reward_token for t in trajectories) and not getattr(model.config, "reward_token_ids", None):
+        raise ValueError("the model does not know the reward tokens of these trajectories: call "
+                         "add_reward_tokens(tokenizer, model)")
+
+
+def check_update(model, ref_model, optimizer, G, beta=0.1, clip=0.2, ratio="token", updates=1,
+                 tokens_per_pass=24576, max_grad_norm=1.0):
+    """ValueError for settings of `rcgrpo_update` that cannot work. G: rollouts in the largest group."""
+    check_step(model, optimizer, tokens_per_pass, max_grad_norm)
+    if G < 2:
+        raise ValueError("no group has two rollouts to compare: G must be at least 2, and the rollouts of a "
+                         "task share a group id")
+    if not (0 <= beta < math.inf and clip >= 0 and updates >= 1):
         raise ValueError(f"need beta and clip >= 0, updates >= 1, got {beta}, {clip}, {updates}")
+    if ratio not in ("token", "trajectory"):
+        raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
     if beta and (ref_model is None or ref_model is model):
         raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
-    check_precision(optimizer)
-
-
-def check_precision(optimizer):
-    """ValueError if Adam's step, about lr for every weight, is lost in the rounding of 16-bit weights."""
-    for group in getattr(optimizer, "param_groups", []):
-        trained = [p.detach() for p in group["params"] if p.requires_grad]  # not those below an adapter
-        coarse = [p for p in trained if p.dtype in (torch.bfloat16, torch.float16)]
-        lr = group.get("initial_lr", group["lr"])
-        if not coarse or not lr or "betas" not in group:
-            continue
-        size = sum(p.abs().sum(dtype=torch.float32).item() for p in coarse) / sum(p.numel() for p in coarse)
-        if lr < size * torch.finfo(coarse[0].dtype).eps / 4:
-            raise ValueError(f"at lr {lr} most {coarse[0].dtype} weights would stay as they are (mean size "
-                             f"{size:.2g}): train fp32 master weights, or fp32 adapters (LoRA) on these")
 
 
 # ===== E. The two new tokens ================================================================================
@@ -1519,14 +1628,23 @@ def add_reward_tokens(tokenizer, model=None):
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
     when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 none). Call it before sharding the model.
     """
+    if isinstance(tokenizer, ChatFormat):
+        tokenizer = tokenizer.tokenizer
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
     added = [AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)]
     tokenizer.add_tokens(added, special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
-    if model is None or getattr(model.config, "reward_token_ids", None) == ids:
+    if model is None:
         return tuple(ids)
-
+    trained = getattr(model.config, "reward_token_ids", ids)
+    if list(trained) != ids:
+        raise ValueError(f"the model was trained with reward tokens {trained}, this tokenizer has {ids}: "
+                         "load the tokenizer that was saved with the model")
+    if hasattr(model.config, "reward_token_ids"):
+        return tuple(ids)
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has an adapter already: tokens first, adapter second")
     rows_before = model.get_input_embeddings().weight.shape[0]
     if hasattr(model.get_input_embeddings().weight, "full_tensor"):
         raise RuntimeError("the model is sharded: call add_reward_tokens before fully_shard")
@@ -1549,7 +1667,8 @@ def _init_reward_rows(weight, ids, known_rows):
     of the usual norm and at least 90 degrees apart. A fixed generator: every process draws the same rows.
     """
     rows = known_rows.float()
-    rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
+    if rows.any():
+        rows = rows[rows.any(dim=1)]  # spare rows of zeros say nothing about the usual scale
     mean = rows.mean(0)
     deviation = torch.randn(len(mean), generator=torch.Generator().manual_seed(0)).to(mean.device)
     deviation -= (deviation @ mean) / mean.square().sum().clamp_min(1e-12) * mean

@@ -49,6 +49,7 @@ from rcgrpo import (
     chat_format,
     collect_groups,
     group_advantages,
+    hindsight_step,
     model_policy,
     rcgrpo_step,
     rctp_step,
@@ -66,6 +67,7 @@ SETTINGS = {  # name: (default for the tiny transformer, for a pretrained model,
     "tasks-per-step": (8, 4, 1, 10**6, "tasks per step of reinforcement learning"),
     "group-size": (8, 8, 2, 10**6, "G, rollouts per task"),
     "p-high": (0.5, 0.5, 0.0, 1.0, "p, probability of the high reward token in RC-GRPO"),
+    "temperature": (0.5, 1.0, 0.01, 100.0, "of the rollouts"),
     "beta": (0.02, 0.02, 0.0, 1000.0, "weight of the KL to the stage-1 model"),
     "test-tasks": (200, 40, 2, 10**6, "held-out tasks"),
     "max-new-tokens": (8, 24, 1, 10**6, "tokens per call, at most"),
@@ -74,6 +76,7 @@ SETTINGS = {  # name: (default for the tiny transformer, for a pretrained model,
 }
 ARMS = {  # arm: the reward token that it is evaluated under
     "sft+grpo": None, "sft+rc-grpo": HIGH, "rctp+grpo": HIGH, "rctp+rc-grpo": HIGH,
+    "rctp+rc-grpo+hindsight": HIGH, "rctp+grpo+hindsight": HIGH,
 }
 NAME = {HIGH: "high", LOW: "low", None: "none"}
 MAX_TURNS, EVALUATE_EVERY = 8, 10
@@ -294,8 +297,8 @@ def fine_tune(args, seed, init, log):
 def sampling(args, seed, arm, model, tokenizer):
     """How an arm samples: its policy, and how many rollouts under which reward tokens."""
     draws = torch.Generator(model.device).manual_seed(2 * seed)
-    policy = model_policy(model, tokenizer, 1.0, args.max_new_tokens, generator=draws)
-    p = {"sft+grpo": None, "rctp+grpo": 1.0}.get(arm, args.p_high)  # None: no token, 1: always the high one
+    policy = model_policy(model, tokenizer, args.temperature, args.max_new_tokens, generator=draws)
+    p = {"sft+grpo": None, "rctp+grpo": 1.0, "rctp+grpo+hindsight": 1.0}.get(arm, args.p_high)  # None: no token, 1: always the high one
     generator = torch.Generator().manual_seed(2 * seed + 1)
     return policy, {"G": args.group_size, "p": p, "stratified": args.stratified, "generator": generator}
 
@@ -324,11 +327,14 @@ def reinforce(args, seed, arm, log):
             metrics["success_without_token"] = evaluate(None)
         if step < args.steps:
             tasks = [make_task(rng, 2, large=bool(n % 2)) for n in range(args.tasks_per_step)]
-            stepped, _ = rcgrpo_step(
+            stepped, rollouts = rcgrpo_step(
                 model, ref_model, optimizer, tasks, make_env, policy, tokenizer, **groups,
                 limits={"max_turns": MAX_TURNS}, beta=args.beta, ratio=args.ratio,
                 tokens_per_pass=args.tokens_per_pass)
             metrics |= stepped
+            if arm.endswith("+hindsight"):
+                learned = hindsight_step(model, optimizer, rollouts, tokenizer, args.tokens_per_pass)
+                metrics |= {"hindsight_loss": learned["loss"], "hindsight_count": learned["count"]}
         log(stage=2, step=step, **metrics)
     return model, tokenizer
 
@@ -342,7 +348,7 @@ def show_group(args, seed, arm):
     tasks = list(filter(large_item, draw_tasks(args, seed)[1]))[:20]
     model, tokenizer, make_env = load(args, seed, part(args, seed, arm.split("+")[0]))
     policy, groups = sampling(args, seed, arm, model, tokenizer)
-    rollouts = collect_groups(tasks, make_env, policy, tokenizer, **groups, max_turns=MAX_TURNS)
+    rollouts = collect_groups(tasks, make_env, policy, tokenizer, **groups, limits={"max_turns": MAX_TURNS})
     rewards = np.array([t.reward for t in rollouts]).reshape(len(tasks), args.group_size)
     flat, (mu, sigma) = np.sum(rewards.std(1) == 0), (rewards[0].mean(), rewards[0].std())
     print(f'{arm.upper()}, "{request(tasks[0])}" (the {large_item(tasks[0])} is large): mu_g = {mu:.2f}, '
