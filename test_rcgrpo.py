@@ -94,6 +94,7 @@ from rcgrpo import (
     collect_groups,
     group_advantages,
     group_metrics,
+    hindsight_step,
     inject_reward_token,
     label_by_reward,
     model_policy,
@@ -251,28 +252,45 @@ def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
     assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"] and messages[1]["content"] == "a"
 
 
-@pytest.mark.parametrize("R, threshold, token", [(1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH)])
-def test_a_logged_rollout_is_labelled_by_its_reward(R, threshold, token):
-    turns = ([5, 6], [7]), ([8], [])
-    logged = trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
-    labelled = rcgrpo.label_by_reward(logged, user("the cat"), TOKENIZER, threshold)
-    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
-    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
-    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
-    assert labelled == trajectory(prompt, *turns, group="g", reward=R, reward_token=token, truncated=True)
-    assert logged == trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
-
-
 # ===== 2. Trajectories =====
 
 
 @pytest.mark.parametrize("ids", [
-    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], torch.tensor([0, 1, 0, 1, 1]),
-    list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
+    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], [[0, 1], [1, 1], [0, 1], [1, 1], [1, 1]],
+    torch.tensor([0, 1, 0, 1, 1]), list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
 ], ids=lambda ids: f"{type(ids).__name__} of {type(ids[0]).__name__}")
 def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_are_alone(ids):
     assert list(rcgrpo.rows_by_group(ids).values()) == [[0, 2], [1, 3, 4]]
     assert list(rcgrpo.rows_by_group([None, 1, None, 1]).values()) == [[0], [1, 3], [2]]
+
+
+def test_a_trajectory_goes_through_json():
+    (t,) = played(Echo(value=0.5), reward_tokens=[LOW], groups=[("a", 1)])
+    again = Trajectory(**json.loads(json.dumps(vars(t))))
+    assert list(rcgrpo.rows_by_group([again.group, ("a", 1)])) == [t.group]
+    assert replace(again, group=t.group) == t
+
+
+@pytest.mark.parametrize("R, threshold, token", [
+    (1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH), (sum([1 / 6] * 6), 1.0, HIGH)])
+def test_a_rollout_is_labelled_by_its_reward(R, threshold, token):
+    turns = ([5, 6], [7]), ([8], [])
+    fields = dict(group="g", reward=R, truncated=True, opening=user("the cat"))
+    logged = trajectory([9, 9, 9], *turns, **fields)
+    labelled = label_by_reward(logged, TOKENIZER, threshold)
+    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
+    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
+    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
+    assert labelled == trajectory(prompt, *turns, reward_token=token, **fields)
+    assert logged == trajectory([9, 9, 9], *turns, **fields)
+
+
+def test_what_was_played_is_labelled_whatever_the_env_would_say_now():
+    messages = user("repeat 41")
+    env = env_with(reset=lambda: messages)
+    (t,) = played(env)
+    messages[0]["content"] = "repeat 97"
+    assert "repeat 41" in TOKENIZER.decode(label_by_reward(t, TOKENIZER).ids)
 
 
 # ===== 3. Stage 1: the step is the one that is written straight down here =====
@@ -303,12 +321,15 @@ def plain_scores(model, trajectories, temperature=1.0):
 class Together:
     """Processes as threads of this one: they meet in every collective, or the test fails."""
 
-    def __init__(self, models):
-        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
-        for process, model in enumerate(models):
-            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
+    def __init__(self, models, monkeypatch):
+        self.size, self.here = len(models), threading.local()
+        self.barrier, self.values = threading.Barrier(self.size, timeout=20), [None] * self.size
+        monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
+            is_initialized=lambda: True, get_rank=lambda: self.here.process, get_world_size=lambda: self.size,
+            all_gather_object=self.all_gather))
+        for model in models:
             for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
+                parameter.register_hook(partial(self.sum, models.index(model), name))
 
     def exchange(self, process, value):
         self.values[process] = value
@@ -317,6 +338,9 @@ class Together:
         self.barrier.wait()
         return values
 
+    def all_gather(self, lists, value):
+        lists[:] = self.exchange(self.here.process, value)
+
     def sum(self, process, name, gradient):
         """As sharded models do: gradients are summed over processes when they are made."""
         everyones = self.exchange(process, (name, gradient))
@@ -324,11 +348,12 @@ class Together:
         return sum(g for _, g in everyones)
 
     def run(self, work):
-        def with_gather(process):
-            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
+        def begin(process):
+            self.here.process = process
+            return work(process)
 
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(with_gather, range(len(self.values))))
+            return list(threads.map(begin, range(self.size)))
 
 
 def sgd(model):
@@ -371,7 +396,9 @@ def assert_close(metrics, expected):
 
 
 def policy_model(vocabulary=50, seed=0):
-    return tiny_model(vocabulary, "llama", seed, num_hidden_layers=1)
+    model = tiny_model(vocabulary, "llama", seed, num_hidden_layers=1)
+    model.config.reward_token_ids = [vocabulary - 2, vocabulary - 1]  # as add_reward_tokens leaves it
+    return model
 
 
 def feeds(model):
@@ -390,38 +417,46 @@ def failed_step(model):
 
 
 @pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
-    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, 7), ([slice(8)], 1, 0.5, adamw, 8),
-    ([slice(6), slice(6, 8)], 30, 1.0, sgd, 5)], ids=["one pass", "passes", "row by row", "two processes"])
-def test_a_step_of_stage_1_is_the_one_written_straight_down(shares, limit, max_grad_norm, by, n_passes):
+    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, None), ([slice(8)], 1, 0.5, adamw, 8),
+    ([slice(6), slice(6, 8)], 30, 1.0, sgd, None)], ids=["one pass", "passes", "row by row", "two processes"])
+def test_a_step_of_stage_1_is_the_one_written_straight_down(
+        shares, limit, max_grad_norm, by, n_passes, monkeypatch):
     start, batch = policy_model(), rl_batch()
     models = [failed_step(copy.deepcopy(start).train()) for _ in shares]
-    together, fed = Together(models), feeds(models[0])
-    results = together.run(lambda process, gather: rctp_step(  # any iterable of trajectories
-        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm, gather))
+    together, fed = Together(models, monkeypatch), feeds(models[0])
+    results = together.run(lambda process: rctp_step(  # any iterable of trajectories
+        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm))
     expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
     for ours, model in zip(results, models):
         assert ours.keys() == metrics.keys()
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
-    assert len(fed) == n_passes
-    logp, mask = torch.tensor([[-1.0, -3.0, -8.0]]), torch.tensor([[True, True, False]])
-    assert (rctp_loss(logp, mask), rctp_loss(logp)) == (2, 4)
+    assert len(fed) == n_passes if n_passes else all(tokens <= limit for _, tokens in fed)
+
+
+def test_the_loss_of_stage_1_is_a_mean_over_action_tokens_and_takes_no_notice_of_others():
+    logp, mask = torch.tensor([[-1.0, -3.0, -math.inf]]), torch.tensor([[True, True, False]])
+    assert rctp_loss(logp, mask) == 2 and rctp_loss(logp[:, :2]) == 2 and rctp_loss(logp, mask, 8) == 0.5
 
 
 # ===== 4. Group sampling =====
 
 
-def test_reward_tokens_are_independent_draws_and_stratified_ones_exactly_round_pG_in_random_order():
+def test_reward_tokens_are_independent_draws():
     generator = torch.Generator().manual_seed(0)
     one_kind = np.mean([len(set(sample_reward_tokens(5, 0.5, generator))) == 1 for _ in range(5000)])
     assert one_kind == pytest.approx(2 * 0.5**5, abs=0.01)  # a fixed half/half split would never show it
     for p in (0.0, 0.3, 1.0):
         share = np.mean([token == HIGH for token in sample_reward_tokens(20000, p, generator)])
         assert share == pytest.approx(p, abs=0.015 if 0 < p < 1 else 0)
-    for G, p, high in ((5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)):
-        draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
-        assert {draw.count(HIGH) for draw in draws} == {high}
-        assert len({tuple(draw) for draw in draws}) > 1 or high in (0, G)
+
+
+@pytest.mark.parametrize("G, p, high", [(5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)])
+def test_stratified_reward_tokens_are_exactly_round_pG_high_ones_in_random_order(G, p, high):
+    generator = torch.Generator().manual_seed(0)
+    draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
+    assert {draw.count(HIGH) for draw in draws} == {high}
+    assert len({tuple(draw) for draw in draws}) > 1 or high in (0, G)
 
 
 # ===== 5. Rollouts =====
@@ -464,7 +499,8 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
         return [[*odd, chat.end_of_turn]]
 
     (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
-    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in tokenizer.decode(t.ids)
+    seen = tokenizer.decode(t.ids, clean_up_tokenization_spaces=False).replace("\u2060", "")
+    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in seen
     for earlier, later in zip(prompts, [*prompts[1:], t.ids]):
         assert later[: len(earlier)] == earlier  # ids only ever grow at the end
     calm, wild = ([i for i in new if i in controls.values()]
@@ -472,15 +508,25 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
     assert calm == wild
 
 
-def test_a_rollout_reports_reward_group_reward_token_and_progress():
+def test_a_rollout_reports_reward_group_reward_token_opening_and_progress():
     envs, still_open = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)], []
     trajectories = played(*envs, reward_tokens=[HIGH, None, LOW], groups=["a", "b", "a"],
                           progress=still_open.append)
     assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
         (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
-    assert still_open == [3, 2, 1, 1, 0] and played(Echo())[0].group is None
-    (t,) = played(Echo([]), policy=lambda prompts: torch.tensor([[5, END]]))
-    assert t.reward == 1 and set(map(type, t.ids)) == {int}
+    assert still_open == [3, 2, 1, 1, 0] and all(t.opening == user("do it") for t in trajectories)
+    assert played(Echo())[0].group is None
+
+
+def test_a_policy_may_return_tensors_and_what_follows_a_stop_id_is_padding():
+    for pad in (0, END):
+        (t,) = played(Echo([]), policy=lambda prompts, pad=pad: torch.tensor([[5, END, pad, pad]]))
+        assert t.reward == 1 and t.action_ids == [5, END] and set(map(type, t.ids)) == {int}
+
+
+def truncated(env, max_tokens=999, policy=None, **settings):
+    (t,) = played(env, policy=policy or says(5, 6, 7, END), max_tokens=max_tokens, **settings)
+    return t.truncated, sum(t.mask)
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
@@ -494,10 +540,10 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     assert trajectories[1].action_ids == [5, 6, 7, END, 5, 6] and len(trajectories[1].ids) == limit
     assert len(trajectories[0].ids) == prompt + 4  # nor is what does not fit appended
 
-    def truncated(env, max_tokens=999, policy=policy, **settings):
-        (t,) = played(env, policy=policy, max_tokens=max_tokens, **settings)
-        return t.truncated, sum(t.mask)
 
+def test_limits_are_exact_to_the_token_and_the_turn():
+    chat, policy = chat_format(TOKENIZER), says(5, 6, 7, END)
+    prompt = len(chat.prompt(user("do it")))
     assert truncated(Echo([]), prompt + 4) == (False, 4)  # exactly enough room for an action; a token less
     assert truncated(Echo([]), prompt + 3) == (True, 3)
     assert truncated(Echo([]), prompt) == (True, 0)  # the prompt leaves no room at all
@@ -505,10 +551,16 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     assert truncated(Echo(["x"]), answered) == (True, 4)  # the answer leaves no room; room for a token
     assert truncated(Echo(["x"]), answered + 1) == (True, 5)
     assert truncated(Echo(["x"]), max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
-    assert truncated(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)[0]  # the script goes on
-    assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard  # it never ends
     policy.max_tokens = prompt + 3  # what the model's context allows
-    assert truncated(Echo([])) == (True, 3)
+    assert truncated(Echo([]), policy=policy) == (True, 3)
+
+
+def test_where_no_action_has_an_end_a_warning_names_the_stop_ids():
+    with pytest.warns(UserWarning, match=rf"no action ended with a stop id \(\[{END}\]\)"):
+        assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        played(Echo(), Echo(), policy=lambda prompts: [[5, END], *[[6]] * (len(prompts) - 1)])
 
 
 def test_after_another_stop_token_the_template_still_closes_the_turn():
@@ -524,11 +576,10 @@ def test_after_another_stop_token_the_template_still_closes_the_turn():
 def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
     """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
     rng, outcomes = random.Random(0), Counter()
-    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
+    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\u2060", "{{ 1/0 }}"]
     junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
             [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
             [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
-    roles = ["user", "tool", "system", "assistant", "developer"]
 
     def answer(*args):
         kind = rng.random()
@@ -536,6 +587,7 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
             raise rng.choice([ValueError, KeyError, RecursionError, StopIteration, MemoryError])("no")
         if kind < 0.4:
             return rng.choice(junk)
+        roles = ["user", "tool", "system", "assistant", "developer"][: 3 if args else 5]
         n = rng.randrange(1, 4)
         messages = [{"role": rng.choice(roles), "content": rng.choice(texts)} for _ in range(n)]
         return [*user("go"), *messages] if rng.random() < 0.7 else messages
@@ -549,11 +601,11 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
             assert 0 <= t.reward <= 1 and len(t.ids) == len(t.mask) and (t.reward == 0 or not t.truncated)
             assert t.ids.count(TOKENIZER.convert_tokens_to_ids(HIGH)) == (t.reward_token == HIGH)
             outcomes["rollout"] += 1
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (rcgrpo.RolloutError, ValueError) as error:
             assert re.search("env 0 .*turn|no user message|chat template", str(error)), repr(error)
             outcomes[type(error).__name__] += 1
         assert closed == [1]
-    assert len(outcomes) == 4 and outcomes["rollout"] > 50
+    assert len(outcomes) == 3 and outcomes["rollout"] > 50
 
 
 def fail(*args, error=OSError("the disk is full")):  # noqa: B008
@@ -570,32 +622,39 @@ def env_that_fails(place=None):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
     ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
-    ("step", "env 1 (Echo), turn 1: env.step() raised "),
+    ("step", "env 1 (Echo), turn 1: env.step() raised "), ("policy", "turn 1: the policy raised "),
     ("reward", "env 1 (Echo), turn 2: env.reward() raised "),
-    ("close", "env 1 (Echo), turn last: env.close() raised "), ("policy", None), ("nowhere", None)])
-def test_an_env_that_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
-    made, policy = [], partial(fail, error=KeyboardInterrupt()) if place == "policy" else says(5, END)
+    ("close", "env 1 (Echo), turn 2: env.close() raised "), ("ctrl-C", None), ("nowhere", None)])
+def test_what_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
+    raising = {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
+    made, policy = [], raising.get(place, says(5, END))
+    policy = partial(policy)
     policy.close = lambda: made.append(SimpleNamespace(closed=1))
 
     def make_env(task):
         made.append(fail() if (place, task) == ("make", 1) else env_that_fails(place if task == 1 else None))
         return made[-1]
 
-    error = {"policy": KeyboardInterrupt, "nowhere": None}.get(place, RuntimeError)
+    error = {"ctrl-C": KeyboardInterrupt, "nowhere": None}.get(place, rcgrpo.RolloutError)
     words = words and re.escape(words + "OSError: the disk is full")
     with pytest.raises(error, match=words) if error else nullcontext() as caught:
-        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, threads=threads)
+        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, limits={"threads": threads})
     assert not words or isinstance(caught.value.__cause__, OSError)
     assert [env.closed for env in made] == [1] * (2 if place == "make" else 4)  # the policy too
 
 
-def test_a_reward_is_any_number_in_0_1_and_nothing_else():
+def test_an_error_is_not_hidden_by_a_script_that_did_not_come_to_its_end():
+    with pytest.raises(rcgrpo.RolloutError, match="the disk is full"):
+        played(env_that_fails("step"), policy=script("a", "b"))
+
+
+def test_a_reward_is_any_number_in_0_1_without_its_rounding_error_and_nothing_else():
     for reward in (1, 0, True, 0.25, np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(1.0),
-                   torch.tensor(0.5, dtype=torch.bfloat16), 1 + 1e-15, -1e-17):  # the last two: sums of parts
+                   torch.tensor(0.5, dtype=torch.bfloat16), 1 + 1e-15, sum([1 / 6] * 6), -1e-17):
         (t,) = played(Echo(value=reward))
-        assert t.reward == min(1, max(0, float(reward))) and type(t.reward) is float
+        assert t.reward == round(float(reward), 9) and type(t.reward) is float and str(t.reward)[0] != "-"
     for reward in (-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", [1.0], 1j, torch.tensor([0.5, 0.5])):
-        with pytest.raises(ValueError, match=r"env 0 \(Echo\), turn 2: env.reward\(\) returned .* \[0, 1\]"):
+        with pytest.raises(rcgrpo.RolloutError, match=r"0 \(Echo\), turn 2: env.reward\(\) returned .*1\]"):
             played(Echo(value=reward))
 
 
@@ -615,28 +674,37 @@ def test_threads_really_overlap_and_give_the_same_trajectories():
     assert play(4) == play(1)
 
 
-def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token():
+def groups_of(seed=0, **settings):
+    return collect_groups(["a", "b", "c"], lambda task: Echo([], request=task), says(5, END), TOKENIZER,
+                          generator=torch.Generator().manual_seed(seed), **settings)
+
+
+@pytest.mark.parametrize("p, expected", [(None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})])
+def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token(p, expected):
     high, low = TOKENIZER.convert_tokens_to_ids([HIGH, LOW])
+    trajectories = groups_of(G=4, p=p)
+    assert list(rcgrpo.rows_by_group([t.group for t in trajectories]).values()) == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert {t.reward_token for t in trajectories} == expected
+    for row, t in enumerate(trajectories):
+        asked = [i for i in t.ids if i in (high, low)]
+        assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
+        assert f"\n{'abc'[row // 4]}" in TOKENIZER.decode(t.ids)
 
-    def groups(seed=0, **settings):
-        return collect_groups(["a", "b", "c"], lambda task: Echo([], request=task), says(5, END), TOKENIZER,
-                              generator=torch.Generator().manual_seed(seed), **settings)
 
-    for p, expected in ((None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})):
-        trajectories = groups(G=4, p=p)
-        assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
-        assert {t.reward_token for t in trajectories} == expected
-        for t in trajectories:
-            asked = [i for i in t.ids if i in (high, low)]
-            assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
-            assert f"\n{'abc'[t.group]}" in TOKENIZER.decode(t.ids)
-
+def test_the_generator_decides_the_reward_tokens_and_limits_reach_the_rollouts():
     def tokens(**settings):
-        return [t.reward_token for t in groups(G=6, **settings)]
+        return [t.reward_token for t in groups_of(G=6, **settings)]
 
     assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2) and tokens(seed=1)[:6] != tokens(seed=1)[6:12]
     assert [tokens(p=1 / 3, stratified=True)[at : at + 6].count(HIGH) for at in (0, 6, 12)] == [2, 2, 2]
-    assert len(groups()) == 15 and all(t.truncated for t in groups(max_tokens=5))
+    assert len(groups_of()) == 15 and all(t.truncated for t in groups_of(limits={"max_tokens": 5}))
+
+
+def test_groups_of_two_calls_stay_apart_when_they_are_joined():
+    joined = [replace(t, reward=float(call)) for call in (0, 1) for t in groups_of(G=2)]
+    assert not group_advantages([t.reward for t in joined], [t.group for t in joined]).any()
+    assert group_metrics(joined)["zero_std"] == 1
 
 
 # ===== 6. Advantages =====
@@ -654,14 +722,15 @@ def advantages_by_numpy(trajectories, eps=1e-6):
 def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_std():
     closed_form = [  # (group, reward, advantage)
         ("a", 1, 3**0.5), ("b", 1, 0), ("a", 0, -(3**-0.5)), ("c", 0.1, 0), ("a", 0, -(3**-0.5)),
-        ("c", 0.1, 0), ("d", 1, 1), ("c", 0.1, 0), ("d", 0, -1), ("a", 0, -(3**-0.5))]
+        ("c", 0.1, 0), ("d", 1, 1), ("c", 0.1, 0), ("d", 0, -1), ("a", 0, -(3**-0.5)),
+        ("e", 0.1 + 0.2 + 0.3, 0), ("e", 0.3 + 0.2 + 0.1, 0)]
     groups, rewards, expected = zip(*closed_form)
     advantages = group_advantages(rewards, groups)
     assert advantages.dtype == torch.float32  # without variance: exactly 0
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
-    rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)]
+    rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)][:10]
     expected = advantages_by_numpy(rows, eps=0.1)
-    assert group_advantages(rewards, groups, 0.1).numpy() == pytest.approx(expected, abs=1e-5)
+    assert group_advantages(rewards[:10], groups[:10], 0.1).numpy() == pytest.approx(expected, abs=1e-5)
 
 
 # ===== 7. The clipped policy gradient with KL =====
@@ -768,7 +837,7 @@ def test_an_update_is_the_one_written_straight_down(by, settings):
     written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
     expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
     ref_model = ref if settings.get("beta", 1) else None
-    ours = rcgrpo_update(failed_step(model), ref_model, by(model), rl_batch(), **settings)
+    ours = rcgrpo_update(failed_step(model), ref_model, by(model), iter(rl_batch()), **settings)
     assert ours.keys() == metrics.keys()
     assert_close(ours, metrics)
     assert_moved_alike(start, model, expected)
@@ -795,20 +864,9 @@ def test_a_gradient_that_is_not_finite_is_thrown_away_for_good_and_counted(bad):
     expected, _ = straight_update(model, start, rl_batch(), updates=2)
     model.model.norm.weight.register_hook(lambda g: g * (math.nan if next(backward_passes) == bad else 1))
     metrics = rcgrpo_update(model, start, sgd(model), rl_batch(), updates=3)
-    assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"]) == (bad == 2)
+    assert metrics["skipped"] == 1 and (metrics["grad_norm"] is None) == (bad == 2)
+    assert json.dumps(metrics, allow_nan=False)
     assert_moved_alike(start, model, expected)  # two of three updates count
-
-
-def test_what_the_optimizer_does_not_hold_is_neither_trained_nor_counted():
-    model = policy_model().train()
-    start, held = copy.deepcopy(model), model.model.norm.weight
-    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    for _ in range(2):
-        metrics = rctp_step(model, torch.optim.SGD([held], 0.0), rl_batch())
-        logp = plain_scores(start, rl_batch())[0]
-        (expected,) = torch.autograd.grad(-logp.sum() / metrics["tokens"], [start.model.norm.weight])
-        assert metrics["skipped"] == 0 and metrics["grad_norm"] == pytest.approx(expected.norm().item())
-    assert all(p.grad is None for p in model.parameters())
 
 
 class Parity(Echo):
@@ -834,34 +892,30 @@ def chatter(temperature=1.0, seed=0):
 
 LONG = "the other cat sat on the mat " * 3
 TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # its rollouts are cut
-ONE, DEALT, EMPTY_SHARE = [slice(None)], [slice(0, None, 2), slice(1, None, 2)], [slice(None), slice(0, 0)]
 
 
-@pytest.mark.parametrize("shares, claims, drawing, settings", [  # claims: the policy's temperature
-    (ONE, 1.0, {}, {}),
-    (ONE, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (ONE, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
-    (ONE, None, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
-    (EMPTY_SHARE, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
-], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "an empty share"])
-def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_one(
-        shares, claims, drawing, settings):
-    start, ref, given, everyone = policy_model(384), policy_model(384, seed=1), [], []
-    models, refs = ([copy.deepcopy(model) for _ in shares] for model in (start, ref))
-    assert all(rcgrpo.packs(ref, 1) for ref in refs)
+@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: the policy's temperature
+    (1, 1.0, {}, {}),
+    (1, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (1, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
+    (1, None, dict(limits=TIGHT), {}), (2, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+    (4, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
+], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "a process without a group"])
+def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_one(
+        processes, claims, drawing, settings, monkeypatch):
+    start, ref, everyone = policy_model(384), policy_model(384, seed=1), []
+    models, refs = ([copy.deepcopy(model) for _ in range(processes)] for model in (start, ref))
+    tasks = [["the cat", LONG], ["the cat"], ["a"], ["b"]][:processes]
+    if processes == 4:  # groups are dealt to the first ones: an empty share is a share
+        monkeypatch.setattr(rcgrpo, "deal_groups", partial(deal_to_the_first, rcgrpo.deal_groups))
 
-    def work(process, gather):
-        def mine(groups):
-            given.append(groups)
-            return groups[shares[process]]
-
+    def work(process):
         model, generator = models[process], torch.Generator().manual_seed(process)
-        tasks = ["the cat", LONG][: 2 - process]  # both call their first group 0
         return rcgrpo_step(
-            model, refs[process], sgd(model), tasks, Parity, chatter(claims, process), TOKENIZER,
-            gather=gather, generator=generator, mine=mine, tokens_per_pass=150, **drawing, **settings)
+            model, refs[process], sgd(model), tasks[process], Parity, chatter(claims, process), TOKENIZER,
+            generator=generator, tokens_per_pass=150, **drawing, **settings)
 
-    together, fed = Together(models), feeds(models[0])
+    together, fed = Together(models, monkeypatch), feeds(models[0])
     started = time.perf_counter()
     results = together.run(work)
     elapsed = time.perf_counter() - started
@@ -869,9 +923,9 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
     draw.pop("limits", None)
     for process, (_, rollouts) in enumerate(results):
         draw["generator"] = torch.Generator().manual_seed(process)
-        groups = collect_groups(range(2 - process), lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
-        assert [(t.group, t.reward_token) for t in rollouts] == [(t.group, t.reward_token) for t in groups]
-        everyone += [replace(t, group=10 * process + t.group) for t in rollouts]
+        groups = collect_groups(tasks[process], lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
+        assert [t.reward_token for t in rollouts] == [t.reward_token for t in groups]
+        everyone += rollouts
     expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims or 1.0, **settings})
     assert metrics["clip_fraction"] > 0 or not settings
     metrics.update(group_metrics(everyone, draw["p"]))
@@ -880,10 +934,51 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
         assert 0 < ours["rollout_seconds"] < ours["rollout_seconds"] + ours["update_seconds"] < elapsed
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
-    lengths = [sum(len(everyone[row].ids) for row in rows) for rows in given[0]]
-    assert given[0] == given[-1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
-    assert max(tokens for _, tokens in fed) <= 150 < sum(lengths)
+    assert max(tokens for _, tokens in fed) <= 150
     assert (metrics["truncated"] > 0) == ("limits" in drawing)
+
+
+def deal_to_the_first(deal, rollouts):
+    everyone, dealt = deal(rollouts)
+    every_share = rcgrpo.from_all([dealt])
+    return everyone, sum(every_share, []) if rcgrpo.dist.get_rank() == 0 else []
+
+
+def test_groups_are_dealt_by_length_and_none_is_renamed(monkeypatch):
+    rollouts = [trajectory([1] * n, ([2], []), group=f"{n}") for n in (3, 9, 5, 7) for _ in range(2)]
+    shares = Together([policy_model()] * 2, monkeypatch).run(
+        lambda process: rcgrpo.deal_groups(rollouts[4 * process : 4 * process + 4]))
+    assert [everyone for everyone, _ in shares] == [rollouts] * 2
+    assert [[t.group for t in dealt] for _, dealt in shares] == [["9", "9", "5", "5"], ["7", "7", "3", "3"]]
+
+
+def test_a_hindsight_step_is_stage_1_on_what_earned_1_labelled_high(monkeypatch):
+    start, tokens = policy_model(384), [HIGH, LOW, None, LOW]
+    envs = [Echo(value=R) for R in (1.0, 1.0, sum([1 / 6] * 6), 0.5)]
+    found = played(*envs, reward_tokens=tokens, policy=chatter(), groups=["g"] * 4)
+    found.append(Trajectory([1], [0], reward=1.0))  # without an action there is nothing to learn
+    high = played(*[Echo() for _ in range(3)], reward_tokens=[HIGH] * 3, policy=says(5, END))[0]
+    prompt = high.ids[: high.mask.index(1)]
+    labelled = [trajectory(prompt, (t.ids[t.mask.index(1) :], [])) for t in found[:3]]
+    for t, source in zip(labelled, found):
+        t.mask[len(prompt) :] = source.mask[source.mask.index(1) :]
+    expected, metrics = straight_rctp(start, labelled)
+    for shares in ([found], [found[:1], found[1:]], [found, []]):
+        models = [copy.deepcopy(start) for _ in shares]
+        optimizers = [sgd(model) for model in models]
+        steps = [partial(hindsight_step, *given, TOKENIZER) for given in zip(models, optimizers, shares)]
+        results = Together(models, monkeypatch).run(lambda process, steps=steps: steps[process]())
+        for ours, model in zip(results, models):
+            assert_close(ours, {**metrics, "count": 3})
+            assert_moved_alike(start, model, expected)
+
+
+def test_a_hindsight_step_that_finds_nothing_says_so_and_moves_nothing():
+    model = policy_model(384)
+    before = copy.deepcopy(model.state_dict())
+    metrics = hindsight_step(model, adamw(model), played(Echo(value=0.9)), TOKENIZER)
+    assert metrics == {"loss": None, "tokens": 0, "grad_norm": None, "skipped": 0, "count": 0}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # ===== 9. What to watch, and the two propositions =====
@@ -904,8 +999,13 @@ def test_metrics_by_hand():
     assert group_metrics(batch, p=0.5) == pytest.approx(expected, abs=1e-5)
     expected["sigma2_floor"] = 3 / 4 * 3 / 8 * 5 / 8 * 0.4**2  # p as measured
     assert group_metrics(batch) == pytest.approx(expected, abs=1e-5)
-    plain = group_metrics(scored([0.1] * 3) + scored([0], truncated=True, group=1))
-    assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
+    uneven = scored([1, 0], [HIGH, LOW]) + scored([1, 1, 1, 0, 0, 0], [HIGH] * 3 + [LOW] * 3, group=1)
+    assert group_metrics(uneven, p=0.5)["sigma2_floor"] == pytest.approx((1 / 2 + 5 / 6) / 2 * 0.25)
+
+
+def test_metrics_without_reward_tokens_and_without_rounding_errors():
+    plain = group_metrics(scored([0.1] * 3 + [0.1 + 1e-12]) + scored([0], truncated=True, group=1))
+    assert plain["zero_std"] == 1 and plain["truncated"] == 0.2  # no rounding error counts as variance
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
@@ -1764,22 +1864,68 @@ def test_words_that_the_vocabulary_lacks_are_named():
 # ===== D. The optimizer step.   E. The two new tokens =====
 
 
-@pytest.mark.parametrize("lr, warm_up, by, dtype, refused", [
-    (1e-6, 1, "AdamW", torch.bfloat16, True), (1e-6, 0, "AdamW", torch.bfloat16, True),
-    (1e-2, 1e-9, "AdamW", torch.bfloat16, False), (0.0, 1, "AdamW", torch.bfloat16, False),
-    (1e-6, 1, "SGD", torch.bfloat16, False), (1e-6, 1, "AdamW", torch.float32, False)])
-def test_weights_too_coarse_for_adams_step_are_refused(lr, warm_up, by, dtype, refused):
-    optimizer = getattr(torch.optim, by)(policy_model().to(dtype).parameters(), lr)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
-    with pytest.raises(ValueError, match=f"at lr {lr}.*fp32 master weights") if refused else nullcontext():
-        rcgrpo.check_precision(optimizer)
-    fp32 = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], 1e-6)
-    fp32.param_groups += optimizer.param_groups  # of any group
-    with pytest.raises(ValueError) if refused else nullcontext():
-        rcgrpo.check_precision(fp32)
-    for parameter in optimizer.param_groups[0]["params"]:  # below an adapter they need not move
-        parameter.requires_grad_(False)
-    rcgrpo.check_precision(optimizer)
+def grown_untied():
+    model = policy_model(64)
+    del model.config.reward_token_ids
+    optimizer = sgd(model)
+    add_reward_tokens(byte_level_tokenizer(), model)
+    return model, optimizer
+
+
+def part_of(model):
+    return model, torch.optim.SGD(list(model.parameters())[1:], 0.5)
+
+
+@pytest.mark.parametrize("made", [
+    grown_untied, lambda: (policy_model(), sgd(policy_model())), lambda: part_of(policy_model()),
+], ids=["before the matrices grew", "of another model", "of a part"])
+def test_an_optimizer_that_does_not_hold_exactly_the_trainable_parameters_is_refused(made):
+    model, optimizer = made()
+    for step in (rctp_step, lambda *args: rcgrpo_update(args[0], None, args[1], args[2], beta=0)):
+        with pytest.raises(ValueError, match="must hold the model's trainable parameters and no others"):
+            step(model, optimizer, rl_batch())
+
+
+def test_an_optimizer_may_hold_frozen_parameters_too():
+    model = policy_model()
+    for p in model.model.parameters():
+        p.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    assert rctp_step(model, sgd(model), rl_batch())["grad_norm"] > 0
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("by, dtype, refused", [
+    ("AdamW", torch.bfloat16, True), ("Adam", torch.float16, True), ("SGD", torch.bfloat16, False),
+    ("AdamW", torch.float32, False)])
+def test_weights_too_coarse_for_adams_step_are_refused_at_any_learning_rate(by, dtype, refused):
+    model = policy_model().to(dtype)
+    for lr in (1e-6, 1.0):
+        with pytest.raises(ValueError, match="train fp32 master weights") if refused else nullcontext():
+            rcgrpo.check_step(model, getattr(torch.optim, by)(model.parameters(), lr))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_to_float16_is_refused_and_to_bfloat16_is_not(device, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == device)
+    for dtype in (torch.float16, torch.bfloat16):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind, dtype=dtype: dtype)
+        with pytest.raises(ValueError, match="use bfloat16") if dtype == torch.float16 else nullcontext():
+            rcgrpo.check_step(model := policy_model(), sgd(model))
+
+
+def test_a_model_that_never_got_its_reward_tokens_is_not_trained_on_them():
+    model, batch = policy_model(), [replace(t, reward_token=LOW) for t in rl_batch()]
+    del model.config.reward_token_ids
+    for step in (rctp_step, lambda *args: rcgrpo_update(args[0], None, args[1], args[2], beta=0)):
+        with pytest.raises(ValueError, match=r"call add_reward_tokens\(tokenizer, model\)"):
+            step(model, sgd(model), batch)
+        step(model, sgd(model), rl_batch())  # without reward tokens it may train
+
+
+def test_alone_all_lists_are_the_own_one_and_the_total_is_the_number():
+    assert rcgrpo.from_all(iter("ab")) == ["a", "b"] and rcgrpo.total(2.5) == 2.5
 
 
 def test_the_reward_tokens_are_new_and_special_and_survive_save_and_reload(tmp_path):
@@ -1819,6 +1965,10 @@ def test_no_other_row_changes_the_matrix_grows_if_it_must_and_trained_rows_stay(
             new.data[ids] = 0.5  # "training"
         assert list(add_reward_tokens(tokenizer, one)) == ids
         assert all((weight[ids] == 0.5).all() for weight in matrices(one))
+    other = byte_level_tokenizer()
+    other.add_tokens(["another"])
+    with pytest.raises(ValueError, match="load the tokenizer that was saved with the model"):
+        add_reward_tokens(other, model)
     fresh = tiny_model(expected_rows, seed=1)  # a known tokenizer does not mean a known model
     drawn = matrices(fresh)[1].detach()[ids].clone()
     add_reward_tokens(tokenizer, fresh)
@@ -1853,12 +2003,28 @@ def stage_1(batch=None, **settings):
     rctp_step(model := policy_model(), sgd(model), rl_batch() if batch is None else batch, **settings)
 
 
-def stage_2(sampled_at=1.0, **settings):
+def stage_2(sampled_at=1.0, model=None, **settings):
     """Refused before anything is rolled out."""
-    policy = partial(pytest.fail, "refused too late")
+    policy, model = partial(pytest.fail, "refused too late"), model or policy_model()
     policy.temperature = sampled_at
-    rcgrpo_step(None, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
-                **{"ref_model": None, "optimizer": None, **settings})
+    rcgrpo_step(model, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
+                **{"ref_model": None, "optimizer": sgd(model), **settings})
+
+
+def update(batch=None, **settings):
+    rcgrpo_update(model := policy_model(), None, sgd(model), rl_batch() if batch is None else batch, **settings)
+
+
+def with_adapter():
+    model = policy_model()
+    model.peft_config = {}
+    del model.config.reward_token_ids
+    add_reward_tokens(byte_level_tokenizer(), model)
+
+
+def wrapped():
+    model = torch.nn.DataParallel(policy_model())
+    rctp_step(model, sgd(model), rl_batch())
 
 
 def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
@@ -1888,28 +2054,29 @@ def take(chat_template):
 SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
 NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
-COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
 NO_SYSTEM = NO_TOOLS.replace("tool", "system")
 PARTS = user([{"type": "text", "text": "hi"}])
 STATIC = dict(rope_type="default", rope_theta=1e4)
 ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
-TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
+NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
 RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
-NO_LIST = "one non-empty list of ids per prompt: 1 prompts"
+NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
 IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
     (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
-    (lambda: label_by_reward(SILENT, [], None), "without an action has nothing to label: drop it"),
-    (lambda: label_by_reward(rl_batch()[0], PARTS, TOKENIZER), "a message must be a string, got [{"),
+    (lambda: label_by_reward(SILENT, TOKENIZER), "needs an action and its .opening, the messages played"),
+    (lambda: label_by_reward(rl_batch()[0], TOKENIZER), "needs an action and its .opening"),
     (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
     (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
     (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
-    (lambda: stage_1(tokens_per_pass=0), "tokens_per_pass must be 1 or more"),
-    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive") for n in (0, math.nan)),
-    (lambda: rctp_step(None, COARSE, rl_batch()), TOO_COARSE),
+    *((lambda n=n: stage_1(tokens_per_pass=n), "tokens_per_pass must be a whole number from 1 on, got")
+      for n in (0, 2.5)),
+    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive (inf for no clipping), got")
+      for n in (0, math.nan, None)),
+    (wrapped, "give the model inside of DataParallel (model.module)"),
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
     *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
     (lambda: played(), "at least one: 0 envs"),
@@ -1922,27 +2089,32 @@ REFUSED = [
     (lambda: played(env_with(step=lambda text: [])), STEP),
     (lambda: played(env_with(step=lambda text: [{"content": "x"}])), STEP),
     (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
-    (lambda: played(Echo(), policy=lambda prompts: []), NO_LIST),
-    (lambda: played(Echo(), policy=says()), NO_LIST),
+    *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
+      for said in ([], [[]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
+    (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
+     "env.step() returned an assistant message: it must return only what is new"),
     (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
-    (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
+    (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
+    (lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2), "over before the script"),
     *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
     (lambda: group_advantages([1, 1], [0]), "one group id per reward: 2 rewards, 1 ids"),
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
     (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
-    (lambda: stage_2(), NO_REF),
-    (lambda: rcgrpo_update(model := policy_model(), model, None, []), NO_REF),
-    *((lambda given=given: stage_2(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1, got")
-      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan})),
-    (lambda: rcgrpo_update(None, None, None, [], beta=0, updates=0), "updates >= 1, got 0, 0.2, 0"),
-    (lambda: rcgrpo_update(None, None, None, [], beta=0, clip=-1), "updates >= 1, got 0, -1, 1"),
+    *((lambda step=step: step(), NO_REF) for step in (stage_2, update)),
+    (lambda: stage_2(ref_model=(model := policy_model()), model=model), NO_REF),
+    *((lambda step=step, given=given: step(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1,")
+      for step in (stage_2, update)
+      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan}, {"beta": math.inf})),
+    *((lambda step=step: step(beta=0, ratio="turn"), "\", got 'turn'") for step in (stage_2, update)),
+    (lambda: stage_2(beta=0, tokens_per_pass=0), "tokens_per_pass must be"),
+    (lambda: stage_2(beta=0, max_grad_norm=None), "max_grad_norm must be positive"),
     (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
-    (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
-    (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
-    (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),
-    (lambda: rcgrpo_update(None, None, None, []), NO_REF),
-    (lambda: rcgrpo_update(None, None, COARSE, [], beta=0), TOO_COARSE),
+    (lambda: stage_2(beta=0, temperature=0.7), "unexpected keyword argument 'temperature'"),
+    *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
+    (lambda: stage_2(G=1, beta=0), NO_PAIR),
+    (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
+    (with_adapter, "tokens first, adapter second"),
     (lambda: rcgrpo.group_attention(None, None, *[ZERO] * 4, [[1]], softcap=5.0), "softcap of its own"),
     *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
