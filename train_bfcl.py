@@ -399,19 +399,14 @@ def evaluate(run: Run, test: list[dict], model, tokenizer, policy_of, limits: di
 
 # ===== 6. The benchmark: tasks and splits ===================================================================
 import ast
-import atexit
+import decimal
 import functools
-import importlib
-import importlib.metadata
-import importlib.resources
 import inspect
-import os
 import pickle
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+import threading
+from collections import namedtuple
+from importlib import import_module, metadata, resources
 
 BFCL_VERSION = "2026.3.23"
 CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
@@ -419,14 +414,11 @@ CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
 
 def bfcl_data():
     """The benchmark's data folder; RuntimeError, saying what to install, if bfcl-eval is not as needed."""
-    try:
-        version = importlib.metadata.version("bfcl-eval")
-    except importlib.metadata.PackageNotFoundError:
-        version = "no version"
-    if version != BFCL_VERSION:
-        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}; {version} is installed. Its dependencies "
-                           f"are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
-    return importlib.resources.files("bfcl_eval") / "data"
+    installed = [package.version for package in metadata.distributions(name="bfcl-eval")]
+    if installed != [BFCL_VERSION]:
+        raise RuntimeError(f"BFCL needs bfcl-eval {BFCL_VERSION}, installed: {installed or 'none'}. Its own "
+                           f"packages are not needed: pip install --no-deps bfcl-eval=={BFCL_VERSION}")
+    return resources.files("bfcl_eval") / "data"
 
 
 def read_lines(path) -> list[dict]:
@@ -440,10 +432,9 @@ def load_tasks() -> list[dict]:
     tasks = []
     for category in CATEGORIES:
         file = f"BFCL_v4_multi_turn_{category}.json"
-        answers = read_lines(data / "possible_answer" / file)
-        gold = {answer["id"]: answer["ground_truth"] for answer in answers}
-        for entry in sorted(read_lines(data / file), key=task_number):
-            tasks.append({**entry, "ground_truth": gold[entry["id"]]})
+        entries = sorted(read_lines(data / file), key=task_number)
+        answers = sorted(read_lines(data / "possible_answer" / file), key=task_number)
+        tasks += [{**entry, **answer} for entry, answer in zip(entries, answers, strict=True)]
     return tasks
 
 
@@ -474,25 +465,19 @@ def split_tasks(tasks: list[dict], kind: str) -> tuple[list[dict], list[dict]]:
     held_out = set()
     for group in groups:  # all four categories of its numbers: the balance comes by itself
         if len(held_out) + len(group) <= size:
-            held_out |= {task["id"] for task in group}
+            held_out |= group
     return [t for t in tasks if t["id"] not in held_out], [t for t in tasks if t["id"] in held_out]
 
 
-def group_tasks(tasks: list[dict]) -> list[list[dict]]:
-    """The connected components of "same number or same gold list" (union-find)."""
-    parent = {}
-
-    def root(node):
-        while parent.setdefault(node, node) != node:
-            node = parent[node]
-        return node
-
+def group_tasks(tasks: list[dict]) -> list[frozenset]:
+    """Sets of ids of the tasks that share a number or a gold list, directly or through other tasks."""
+    groups = {}  # number or gold list -> its group
     for task in tasks:
-        parent[root(task_number(task))] = root(gold_list(task))
-    groups = {}
-    for task in tasks:
-        groups.setdefault(root(task_number(task)), []).append(task)
-    return list(groups.values())
+        keys = task_number(task), gold_list(task)
+        group = frozenset([task["id"]]).union(*(groups.get(key, ()) for key in keys))
+        joined = [key for key, other in groups.items() if other < group]
+        groups.update(dict.fromkeys([*joined, *keys], group))
+    return list(dict.fromkeys(groups.values()))
 
 
 def leaked(train: list[dict], test: list[dict]) -> int:
@@ -508,45 +493,41 @@ CLOSING = "\n\nComplete all steps with the tools, in this order, and call done()
 DONE = json.dumps({"type": "function", "function": {
     "name": "done", "description": "Say that all steps are complete; this ends the conversation.",
     "parameters": {"type": "object", "properties": {}, "required": []}}})
-JSON_TYPES = {"dict": "object", "float": "number"}  # two type names in the docs, and those of JSON schema
-
-
-class Tool(NamedTuple):
-    name: str
-    api: str  # the API class that has it as a method
-    text: str  # what the model reads: one line of JSON
-    signature: inspect.Signature  # of the method, self first
+# api: the class that has the method.  text: what the model reads, a line of JSON.  signature: without self
+Tool = namedtuple("Tool", "name api text signature")
 
 
 def api_class(name: str) -> type:
     from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
-    return getattr(importlib.import_module(CLASS_FILE_PATH_MAPPING[name]), name)
+    return getattr(import_module(CLASS_FILE_PATH_MAPPING[name]), name)
 
 
 @functools.lru_cache(maxsize=None)  # eight classes
 def class_tools(api: str) -> dict[str, Tool]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as FILES
-    tools = {}
+    instance, tools = api_class(api)(), {}
     for doc in read_lines(bfcl_data() / "multi_turn_func_doc" / FILES[api]):
-        name = doc["name"]
-        shown = {"name": name, "description": doc["description"], "parameters": doc["parameters"]}
+        shown = {key: doc[key] for key in ("name", "description", "parameters")}
         text = json.dumps({"type": "function", "function": shown}, ensure_ascii=False)
-        for docs, schema in JSON_TYPES.items():  # quotes in descriptions are escaped: only types are found
-            text = text.replace(f'"type": "{docs}"', f'"type": "{schema}"')
-        tools[name] = Tool(name, api, text, inspect.signature(getattr(api_class(api), name)))
+        text = text.replace('"type": "dict"', '"type": "object"')  # JSON schema's words; in descriptions
+        text = text.replace('"type": "float"', '"type": "number"')  # quotes are escaped: they stay
+        signature = inspect.signature(getattr(instance, doc["name"]))
+        tools[doc["name"]] = Tool(doc["name"], api, text, signature)
     return tools
 
 
 def task_tools(task: dict) -> dict[str, Tool]:
-    """Name -> tool, for all documented methods of the task's classes; no name occurs in two of them."""
-    return {name: tool for api in task["involved_classes"] for name, tool in class_tools(api).items()}
+    """Name -> tool: all documented methods of the task's classes but those that it excludes."""
+    excluded = task.get("excluded_function", [])
+    return {name: tool for api in task["involved_classes"] for name, tool in class_tools(api).items()
+            if name not in excluded}
 
 
 def system_text(tools: list[str]) -> str:
     """Our system prompt, then the tools in Hermes form: exactly what Qwen2.5's template writes for `tools=`.
     Written out here, a template that ignores `tools` (Llama-3.1's does) shows its model the same."""
-    return (f"{SYSTEM_PROMPT}\n\n# Tools\n\n"
-            "You may call one or more functions to assist with the user query.\n\n"
+    return (f"{SYSTEM_PROMPT}\n\n"
+            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n"
             f"{tools_text(tools)}\n\n"
             "For each function call, return a json object with function name and arguments "
@@ -560,14 +541,9 @@ def tools_text(tools: list[str]) -> str:
 
 # ===== 8. The benchmark: parsing what the model says ========================================================
 MAX_DEPTH = 32  # nesting of a call's JSON; gold calls need 3
-CLOSING_TAG = "</tool_call>"
-TAG = re.compile(r"<tool_call>|<think>|</think>")
-THOUGHT_END = re.compile(r"</think>|\Z")
+TAG = re.compile(r"<tool_call>[ \t\r\n]*|</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+BLOCK_END = re.compile(r"[ \t\r\n]*(</tool_call>|\Z)")
 BAD_BLOCK_END = re.compile(r"</tool_call>|(?=</think>)|\Z")
-# As far as JSON can reach: outside its strings there is no "<" and no backslash. No part of the pattern can
-# fail, so it never steps back; where two matches overlap, one takes for a string what the other takes for
-# code, so no character is in three of them. That makes the parser linear in the text.
-JSON_TEXT = re.compile(r'(?:[^"<\\]+|"(?:[^"\\]+|\\.)*"?)*', re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> list:
@@ -576,41 +552,33 @@ def parse_tool_calls(text: str) -> list:
     '<tool_call>{"name": "ls"}</tool_call> and <tool_call>{oops</tool_call>' -> [("ls", {}), "Error: ..."]
 
     A block holds exactly one JSON object with a string "name" and ends where that object ends: a tag inside
-    one of its strings is text. Nothing is repaired, no type is changed. A last block without closing tag
-    counts if the object is complete and nothing follows: a stop string may have eaten the tag. A malformed
-    block reaches to the next closing tag.
+    one of its strings is text. Nothing is repaired, no type is changed. A malformed block reaches to the next
+    closing tag. A last block counts without one, if nothing follows: a stop string may have eaten it.
 
     What is said in a thought does not run. It reaches from <think> to </think>, or to the message's end; a
     </think> without <think> ends a thought that the prompt opened: all that was said before."""
-    items = []
-    position = 0
+    items, position = [], 0
     while tag := TAG.search(text, position):
         position = tag.end()
-        if tag[0] == "<tool_call>":
-            item, position = parse_block(text, position)
-            items.append(item)
-        elif tag[0] == "</think>":
+        if tag[0] == "</think>":
             items = []
-        else:
-            position = THOUGHT_END.search(text, position).end()
+        elif tag[0].startswith("<tool_call>"):
+            try:
+                call, position = parse_block(text, position)
+                items.append(call)
+            except (ValueError, RecursionError) as error:
+                items.append(f"Error: this tool call could not be read and was not run: {error}")
+                position = BAD_BLOCK_END.search(text, position).end()
     return items
 
 
-def parse_block(text: str, start: int) -> tuple[tuple[str, dict] | str, int]:
-    """The item of the block whose opening tag ends at `start`, and where the block ends."""
-    end = JSON_TEXT.match(text, start).end()
-    try:
-        call = read_call(text[start:end])
-        if end < len(text) and not text.startswith(CLOSING_TAG, end):
-            raise ValueError(f"only {CLOSING_TAG} may follow the JSON object")
-        return call, end + len(CLOSING_TAG)
-    except (ValueError, RecursionError) as error:
-        message = f"Error: this tool call could not be read and was not run: {error}"
-        return message, BAD_BLOCK_END.search(text, start).end()
-
-
-def read_call(content: str) -> tuple[str, dict]:
-    call = strict_json(content)
+def parse_block(text: str, start: int) -> tuple[tuple[str, dict], int]:
+    """((name, arguments), where the block ends); Value- or RecursionError if it is malformed."""
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    call, length = decoder.raw_decode(text[start:])
+    closing = BLOCK_END.match(text, start + length)
+    if not closing:
+        raise ValueError("only </tool_call> may follow the JSON object")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('a block must hold one JSON object with a string "name"')
     if "arguments" in call and "parameters" in call:
@@ -619,19 +587,13 @@ def read_call(content: str) -> tuple[str, dict]:
     if arguments is None or arguments == "":  # three ways to say "none": missing, null, ""
         arguments = {}
     elif isinstance(arguments, str):  # the object as a string, as the OpenAI interface has it
-        arguments = strict_json(arguments)
+        arguments = decoder.decode(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("the arguments must be one JSON object")
-    return call["name"], arguments
-
-
-def strict_json(text: str):
-    """JSON with unique keys, finite numbers, whole characters, little depth; Value- or RecursionError."""
-    value = json.loads(text, object_pairs_hook=unique_keys)
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # refuses NaN, 1e999 and lone surrogates
-    if depth(value) > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    return value
+    json.dumps([call, arguments], allow_nan=False, ensure_ascii=False).encode()  # no 1e999, whole characters
+    if depth(arguments) > MAX_DEPTH:
+        raise ValueError(f"the arguments are nested deeper than {MAX_DEPTH} levels")
+    return (call["name"], arguments), closing.end()
 
 
 def unique_keys(pairs: list[tuple]) -> dict:
@@ -647,144 +609,66 @@ def depth(value) -> int:
 
 
 # ===== 9. The benchmark: running a call =====================================================================
-CALL_SECONDS = 2  # CPU seconds of a call that might never end,
-CALL_BYTES = 2**30  # its memory,
-CALL_CHARACTERS = 10**6  # and its answer; gold calls of this kind get at most 2,830
+MAX_NUMBER, MAX_PRECISION = 1e300, 1000  # for what MathAPI computes exactly or to any precision
+MAX_PATHS, MAX_PATH = 1000, 255  # paths in a file tree, characters of the longest; the tasks have 126 and 64
+ONE_CALL = threading.Lock()  # some data of the APIs, and mpmath's precision, belong to the whole process
 
 
-def run_call(instance, name: str, arguments: dict) -> str | None:
-    """Run one method; None if memory or stack ran out. The observation is the text that the benchmark's
-    executor gives: a string as it is, a dict as JSON, the rest (None, lists, dicts with Decimal, mpf or
-    complex) as Python's str, an exception as an error line, for the model to read."""
-    try:
-        result = getattr(instance, name)(**arguments)
-        if isinstance(result, dict):
-            try:
-                return json.dumps(result)
-            except (TypeError, ValueError):
-                pass
-        return str(result)
-    except (MemoryError, RecursionError):
-        return None
-    except Exception as error:
-        return f"Error during execution: {error}"
-
-
-def serve_calls(seconds: int, memory: int, characters: int):
-    """The life of the helper process: read a call, let a child run it, answer with a line of JSON. How the
-    line ends says whether the child came to its end. Every child starts from the same process, so no call
-    meets what others left behind: memory, the decimal context, the precision of mpmath. Near the limit of
-    memory Python fails in many ways, and APIs may hide it: a call is stopped if it used more than half."""
-    import resource
-    import signal
-    questions = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the calls there is no input,
-    os.dup2(2, 1)  # and what they print is no answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business
-    for name in (signal.SIGPROF, signal.SIGPIPE):  # the end of the time, and of the parent
-        signal.signal(name, signal.SIG_DFL)
-    unit = 1  # of ru_maxrss, in bytes
-    if sys.platform == "linux":
-        unit = 1024
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    while True:
-        try:
-            call = pickle.load(questions)
-        except EOFError:
-            return
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                observation = run_call(*call)
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-                if observation is not None and len(observation) <= characters and peak <= memory // 2:
-                    answers.write(json.dumps(observation))
-                    answers.flush()
-                    os._exit(0)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        answers.write("\n" if status == 0 else " stopped\n")
-        answers.flush()
-
-
-class CallWorker:
-    """A helper process for calls that may never end or eat all memory: MathAPI's, and the two that walk a
-    file tree (copies share folders: few calls make endlessly many paths). None changes a state: copies do.
-
-    10 ** 10 ** 8 is one C call that no signal handler and no thread can stop, but a process can be killed:
-    the kernel does it when its CPU timer runs out, so a busy machine changes nothing. The helper starts at
-    first use, serves all environments of this process, and ends with it, however it ends."""
-    PROGRAM = "\n".join([
-        "import json, os, pickle, sys", inspect.getsource(run_call), inspect.getsource(serve_calls)])
-
-    def __init__(self, limits=(CALL_SECONDS, CALL_BYTES, CALL_CHARACTERS)):
-        self.limits = limits
-        self.process = None
-        self.thread = ThreadPoolExecutor(1)
-
-    def run(self, instance, name: str, arguments: dict) -> str | None:
-        """The observation, or None if the call was stopped. A thread of its own asks: one question at a time,
-        whatever threads environments run in, and always with the same room on the stack for deep folders."""
-        return self.thread.submit(self._ask, instance, name, arguments).result()
-
-    def _ask(self, *call) -> str | None:
-        try:
-            request = pickle.dumps(call)
-        except RecursionError:  # folders hundreds deep
-            return None
-        if self.process is None or self.process.poll() is not None:
-            path = f"import sys; sys.path[:] = {sys.path}"  # not the folder that it happens to start in
-            command = [sys.executable, "-c", f"{path}\n{self.PROGRAM}\nserve_calls{self.limits}"]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer.endswith(b"\n"):  # the helper itself died: the next call gets another
-            self.close()
-        return json.loads(answer) if answer.endswith(b'"\n') else None
-
-    def close(self):
-        if self.process is not None:
-            self.process.communicate()  # closes its input and waits for its end
-            self.process = None
-
-
-WORKER = CallWorker()
-atexit.register(WORKER.close)
-os.register_at_fork(after_in_child=WORKER.__init__)  # a helper answers one process
-
-
-def execute(instances: dict, tool: Tool, arguments: dict) -> str | None:
-    """The observation, or None if the call was stopped; TypeError if the arguments do not fit the method.
+def execute(instances: dict, tool: Tool, arguments: dict) -> str:
+    """Run one call. The observation is the text that the benchmark's executor gives: a string as it is, a
+    dict as JSON, the rest (None, lists, dicts with Decimal, mpf or complex) as Python's str, an exception as
+    an error line. Type- or ValueError: it was not run, as it does not fit the method or could be endless.
 
     The method gets copies, also of its defaults: post_tweet stores its default list, mention() extends what
     is stored, and so a tweet would reach the next rollout."""
-    instance = instances[tool.api]
-    bound = tool.signature.bind(instance, **arguments)
+    import mpmath
+    bound = tool.signature.bind(**arguments)
     bound.apply_defaults()
-    arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
-    arguments = pickle.loads(pickle.dumps(arguments))
-    if tool.api == "MathAPI" or tool.name in ("find", "du"):
-        return WORKER.run(instance, tool.name, arguments)
-    return run_call(instance, tool.name, arguments)
+    check_bounds(instances[tool.api], tool.name, bound.arguments)
+    arguments = pickle.loads(pickle.dumps(bound.arguments))
+    with ONE_CALL, decimal.localcontext(), mpmath.workprec(mpmath.mp.prec):
+        try:
+            result = getattr(instances[tool.api], tool.name)(**arguments)
+            if isinstance(result, dict):
+                with suppress(TypeError, ValueError):
+                    return json.dumps(result)
+            return str(result)
+        except Exception as error:
+            return f"Error during execution: {error}"
+
+
+def check_bounds(instance, name: str, arguments: dict):
+    """ValueError for a call that could be endless: 10 ** 10 ** 8, or a walk through a file tree whose folders
+    share what they hold. All other methods are done at once, whatever they get, in whatever state."""
+    if name in ("power", "logarithm", "square_root", "round_number"):
+        for key, value in arguments.items():
+            most = MAX_PRECISION if key in ("exponent", "precision", "decimal_places") else MAX_NUMBER
+            if value is not None and not (isinstance(value, (int, float)) and abs(value) <= most):
+                raise ValueError(f"{key} must be a number from {-most:g} to {most:g}")
+    elif name in ("find", "du"):
+        check_tree(instance._navigate_to_directory(str(arguments.get("path", "."))))
+
+
+def check_tree(folder):
+    """A copied folder shares its subfolders, so few calls make endlessly many paths: the count has to end."""
+    paths, items = 0, [(folder, 0)]
+    while items:
+        item, length = items.pop()
+        contents = getattr(item, "contents", {})  # a file has none, nor has what is said of a wrong path
+        paths += len(contents)
+        if paths > MAX_PATHS or length > MAX_PATH:
+            raise ValueError(f"more than {MAX_PATHS} paths, or one of more than {MAX_PATH} characters")
+        items += [(inner, length + 1 + len(name)) for name, inner in contents.items()]
 
 
 # ===== 10. The benchmark: gold ==============================================================================
 def gold_call(call: str, tools: dict[str, Tool]) -> tuple[str, dict]:
     """"sort('a.txt')" -> ("sort", {"file_name": "a.txt"}): literals only, positional values get names."""
     node = ast.parse(call.strip(), mode="eval").body
-    name = node.func.id
-    parameters = list(tools[name].signature.parameters)[1:]
+    parameters = tools[node.func.id].signature.parameters
     arguments = dict(zip(parameters, map(ast.literal_eval, node.args), strict=False))
-    for keyword in node.keywords:
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return name, arguments
+    arguments |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return node.func.id, arguments
 
 
 def gold_turns(task: dict) -> list[list[tuple[str, dict]]]:
@@ -792,22 +676,18 @@ def gold_turns(task: dict) -> list[list[tuple[str, dict]]]:
     return [[gold_call(call, tools) for call in turn] for turn in task["ground_truth"]]
 
 
-class GoldTurn(NamedTuple):
-    calls: list[tuple[str, dict]]
-    observations: list[str]
-    state: bytes  # after the turn: all API instances, pickled
+GoldTurn = namedtuple("GoldTurn", "calls observations state")  # state after it: all API instances, pickled
 
 
 @functools.lru_cache(maxsize=64)  # tasks by content; the rollouts of one task come together
 def scenario(task_json: str) -> tuple[bytes, list[GoldTurn]]:
     """(initial state, gold replay). States are pickles: every rollout unpickles a world of its own, with its
     random generators, and nothing in it is shared (the long_context loader hands out module-level cards)."""
-    from bfcl_eval.constants.executable_backend_config import STATELESS_CLASSES
     task = json.loads(task_json)
     tools = task_tools(task)
     instances = {api: api_class(api)() for api in task["involved_classes"]}
     for api, instance in instances.items():
-        if api not in STATELESS_CLASSES:
+        if hasattr(instance, "_load_scenario"):
             config = task["initial_config"].get(api, {})
             instance._load_scenario(config, long_context="long_context" in task["id"])
     initial = pickle.dumps(instances)
@@ -820,8 +700,7 @@ def scenario(task_json: str) -> tuple[bytes, list[GoldTurn]]:
 
 
 def same_value(a, b) -> bool:
-    """The rule for equal arguments: numbers by value, so 2 equals 2.0; a bool equals only a bool; strings
-    exactly; lists and dicts item by item."""
+    """Numbers by value, so 2 equals 2.0; a bool equals only a bool; lists and dicts item by item."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):
@@ -831,141 +710,95 @@ def same_value(a, b) -> bool:
     return a == b
 
 
-def contains(arguments: dict, gold: dict) -> bool:
-    return all(key in arguments and same_value(arguments[key], value) for key, value in gold.items())
-
-
 # ===== 11. The benchmark: environment =======================================================================
-MAX_STEPS = 20  # messages with calls per user turn, as in the benchmark; "combined" pools those of all turns
-MAX_STOPPED = 2  # stopped calls that end an episode
+MAX_STEPS = 20  # messages with calls per user turn, as in the benchmark; BFCLEnv pools those of all turns
+MAX_CALLS = 1000  # that run in an episode; gold has at most 35
 OBSERVATION_LIMIT = 6000  # characters of an observation that the model sees, in data and rollouts alike
 CUT_MARK = "\n[... the rest of this result was cut]"
 
 
 class BFCLEnv:
-    """One task as an environment for `rollout`.
+    """One task as an environment for `rollout`, as the paper has it: all user turns in one message, all tools
+    from the start, done() to finish; a message without any tool call ends the episode too. Reward: eq. 5.
 
-    "combined": all user turns in one message, all tools from the start, done() to finish; a message without
-                any tool call ends the episode too. Reward: eq. 5.
-    "turns":    the leaderboard's protocol: turn by turn, miss_func's late tools announced in theirs; a
-                message without a readable call ends the turn. Reward: what the benchmark's checker says.
-    `tools` are the tools shown at the moment, others cannot be called (but see `_call`); `calls` is what ran;
-    `reason` says why the reward is what it is; `log` is the whole conversation, ready for JSON."""
+    `tools` are those that are shown, others cannot be called; `calls` is what ran; `reason` says why the
+    reward is what it is; `log` is the whole conversation, ready for JSON."""
 
-    def __init__(self, task: dict, protocol: str = "combined"):
-        if protocol not in ("combined", "turns"):
-            raise ValueError(f"the protocol is 'combined' or 'turns', not {protocol!r}")
+    def __init__(self, task: dict):
         self.task = task
-        self.protocol = protocol
         self._tools = task_tools(task)
         self._initial, self._gold = scenario(json.dumps(task))
-        self._excluded = set(task.get("excluded_function", []))
         self._begin()
 
     def _begin(self):
-        hidden = set(self._excluded)
-        if self.protocol == "turns":
-            hidden.update(*self.task.get("missed_function", {}).values())
-        self._shown = {name: tool.text for name, tool in self._tools.items() if name not in hidden}
-        if self.protocol == "combined":
-            self._shown["done"] = DONE
-        self.calls = []
-        self.log = []
+        self.calls, self.log = [], []
         self.reason = "the episode did not end"
-        self._reward = None
-        self._failure = None  # of the first turn that failed
-        self._instances = None
-        self._observations = []  # whole, as the benchmark's checker wants them
-        self._turn = self._steps = self._stopped = 0
-        self._done = False
+        self._instances = self._reward = None
+        self._steps = 0
+        self._shown = [*(tool.text for tool in self._tools.values()), DONE]
 
     @property
     def tools(self) -> list[dict]:
-        return [json.loads(text) for text in self._shown.values()]
+        return [json.loads(text) for text in self._shown]
 
     def reset(self) -> list[dict]:
         """A fresh world and empty records; gives the system message and the first user message."""
         self._begin()
         self._instances = pickle.loads(self._initial)
-        user = self._open_turn() if self.protocol == "turns" else self._open_combined()
-        self.log = [{"role": "system", "content": system_text(self._shown.values())}, user]
+        self.log = [{"role": "system", "content": system_text(self._shown)}, self._request()]
         return list(self.log)
 
-    def step(self, text: str) -> list[dict] | None:
-        """Run the calls of one assistant message (its text without the end token). Gives one tool message per
-        block, in "turns" also the next user message where the turn is over; None when the episode is over."""
-        if self._instances is None or self._reward is not None:
-            raise RuntimeError("no episode is running: call reset() first")
-        blocks = parse_tool_calls(text)
-        self.log.append({"role": "assistant", "content": text, "calls": blocks})
-        messages = self._run(blocks)
-        if self._stopped == MAX_STOPPED:
-            self._reward, self.reason = 0.0, f"{MAX_STOPPED} calls had to be stopped"
-        elif self.protocol == "turns":
-            messages += self._after_turns_message(blocks)
-        else:
-            self._after_combined_message(blocks)
-        self.log += messages
-        return messages if self._reward is None else None
-
-    def reward(self) -> float:
-        """1.0 or 0.0; an episode that was broken off is worth 0.0."""
-        return self._reward or 0.0
-
-    def close(self):
-        """Forget the simulated world; reward, reason, calls and log stay."""
-        self._instances = None
-
-    def _run(self, blocks: list) -> list[dict]:
-        """One tool message per block, up to done(). What follows a stopped call is not run: no message costs
-        more than one time limit."""
-        messages = []
-        stopped_before = self._stopped
-        for block in blocks:
-            if isinstance(block, str):
-                text = block
-            elif self._stopped > stopped_before:
-                text = "Error: not run after a stopped call"
-            elif block[0] == "done" and "done" in self._shown:
-                self._done = True
-                break
-            else:
-                text = self._call(*block)
-                self._observations.append(text)
-            if len(text) > OBSERVATION_LIMIT:
-                text = text[:OBSERVATION_LIMIT - len(CUT_MARK)] + CUT_MARK
-            messages.append({"role": "tool", "content": text})
-        return messages
-
-    def _call(self, name: str, arguments: dict) -> str:
-        """Only listed names run, looked up, never evaluated. One exception: a gold call of the current turn
-        runs even if unlisted, as in the leaderboard: miss_func_49 needs `tail` before it is announced."""
-        needed = {gold for gold, _ in self._gold[self._turn].calls} - self._excluded
-        if name not in self._shown and name not in needed:
-            return f"Error during execution: there is no tool named {name!r}"
-        try:
-            observation = execute(self._instances, self._tools[name], arguments)
-        except TypeError as error:  # the arguments do not fit
-            return f"Error during execution: {name}: {error}"
-        if observation is None:
-            self._stopped += 1
-            return f"Error during execution: {name} was stopped, it needs too much time or memory"
-        self.calls.append((name, arguments))
-        return observation
-
-    # "combined"
-    def _open_combined(self) -> dict:
+    def _request(self) -> dict:
         requests = [turn[0]["content"] for turn in self.task["question"] if turn]  # miss_func: an empty turn
         steps = [f"Step {number}: {request}" for number, request in enumerate(requests, 1)]
         return {"role": "user", "content": "\n".join(steps) + CLOSING}
 
-    def _after_combined_message(self, blocks: list):
+    def step(self, text: str) -> list[dict] | None:
+        """Run the calls of one assistant message (its text without the end token). Gives one tool message per
+        block, and what the user says next; None when the episode is over."""
+        if self._instances is None or self._reward is not None:
+            raise RuntimeError("no episode is running: call reset() first")
+        blocks = parse_tool_calls(text)
+        self.log.append({"role": "assistant", "content": text, "calls": blocks})
+        messages = self._play(blocks)
+        self.log += messages
+        return messages if self._reward is None else None
+
+    def _play(self, blocks: list) -> list[dict]:
+        """Run what comes before done(), and see whether the episode is over."""
+        names = [None if isinstance(block, str) else block[0] for block in blocks] + ["done"]
+        messages = [self._answer(block) for block in blocks[:names.index("done")]]
         self._steps += 1
-        if self._done or not blocks:
+        if len(messages) < len(blocks) or not blocks:  # done() was called, or nothing
             self.reason = "ok"  # if both factors find it so
             self._reward = float(self.R_state() * self.R_action())  # eq. 5
         elif self._steps == MAX_STEPS * len(self._gold):
             self._reward, self.reason = 0.0, "step limit reached"
+        return messages
+
+    def _answer(self, block: tuple | str) -> dict:
+        """The tool message for a block."""
+        text = block if isinstance(block, str) else self._call(*block)
+        if len(text) > OBSERVATION_LIMIT:
+            text = text[:OBSERVATION_LIMIT - len(CUT_MARK)] + CUT_MARK
+        return {"role": "tool", "content": text}
+
+    def _call(self, name: str, arguments: dict) -> str:
+        """Only listed names run, looked up, never evaluated."""
+        if name not in self._tools:
+            return f"Error during execution: there is no tool named {name!r}"
+        if len(self.calls) == MAX_CALLS:
+            return f"Error during execution: {MAX_CALLS} calls have been run, no more are"
+        try:
+            observation = execute(self._instances, self._tools[name], arguments)
+        except (TypeError, ValueError) as error:
+            return f"Error during execution: {name}: {error}"
+        self.calls.append((name, arguments))
+        return observation
+
+    def reward(self) -> float:
+        """1.0 or 0.0; an episode that was broken off is worth 0.0."""
+        return self._reward or 0.0
 
     def R_state(self) -> bool:
         """The final state is that of the gold replay: what the benchmark compares, all public attributes."""
@@ -977,49 +810,71 @@ class BFCLEnv:
 
     def R_action(self) -> bool:
         """Every gold call was made, in any order: same name, gold's arguments equal, others may be there."""
-        for turn in self._gold:
-            for name, gold in turn.calls:
-                if not any(made == name and contains(arguments, gold) for made, arguments in self.calls):
-                    self.reason = f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
-                    return False
+        for name, gold in [call for turn in self._gold for call in turn.calls]:
+            made = [arguments for called, arguments in self.calls if called == name]
+            if not any(same_value({key: a[key] for key in a.keys() & gold.keys()}, gold) for a in made):
+                self.reason = f"gold call not made: {name}({json.dumps(gold, ensure_ascii=False)})"
+                return False
         return True
 
-    # "turns"
-    def _open_turn(self) -> dict:
+    def close(self):
+        """Forget the simulated world; reward, reason, calls and log stay."""
+        self._instances = None
+
+
+class LeaderboardEnv(BFCLEnv):
+    """One task in the leaderboard's protocol, for evaluation: turn by turn, miss_func's late tools announced
+    in theirs; a message without a readable call ends the turn, a turn that failed the episode. Reward: what
+    the benchmark's checker says."""
+
+    def _begin(self):
+        super()._begin()
+        self._hidden = set().union(*self.task.get("missed_function", {}).values())
+        self._shown = [tool.text for name, tool in self._tools.items() if name not in self._hidden]
+        self._turn = 0
+        self._observations = []  # whole, as the benchmark's checker wants them
+
+    def _request(self) -> dict:
         """The user message of the turn, or the docs of its late tools and the benchmark's sentence."""
         from bfcl_eval.constants import default_prompts
         late = self.task.get("missed_function", {}).get(str(self._turn))
         if late is None:
             return dict(self.task["question"][self._turn][0])
-        docs = {name: self._tools[name].text for name in late}
-        self._shown.update(docs)
+        docs = [self._tools[name].text for name in late]
+        self._hidden -= set(late)
+        self._shown += docs
         template = default_prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
-        return {"role": "user", "content": template.format(functions=tools_text(docs.values()))}
+        return {"role": "user", "content": template.format(functions=tools_text(docs))}
 
-    def _after_turns_message(self, blocks: list) -> list[dict]:
-        """What the user says next; nothing while the turn goes on or when the episode is over."""
+    def _play(self, blocks: list) -> list[dict]:
+        """Run the calls; where the turn is over, the user's next message follows."""
+        messages = [self._answer(block) for block in blocks]
         called = any(not isinstance(block, str) for block in blocks)
         self._steps += called
         if called and self._steps <= MAX_STEPS:
-            return []
+            return messages
         last = self._turn == len(self._gold) - 1
         failure = self._turn_failure()
         if called and not last:  # as in the leaderboard step 21 is still run, then the entry is given up
             failure = failure or f"step limit reached in turn {self._turn}"
-        self._failure = self._failure or failure
-        if called or last:
-            self._reward = 0.0 if self._failure else 1.0
-            self.reason = self._failure or "ok"
-            return []
-        self._turn += 1
-        self._steps = 0
-        return [self._open_turn()]
+        if failure or last:
+            self._reward, self.reason = (0.0, failure) if failure else (1.0, "ok")
+            return messages
+        self._turn, self._steps = self._turn + 1, 0
+        return [*messages, self._request()]
+
+    def _call(self, name: str, arguments: dict) -> str:
+        """As there, a gold call of the turn runs before its tool is announced: miss_func_49 needs `tail`."""
+        needed = {gold for gold, _ in self._gold[self._turn].calls}
+        if name in self._hidden - needed:
+            return f"Error during execution: there is no tool named {name!r}"
+        observation = super()._call(name, arguments)
+        self._observations.append(observation)
+        return observation
 
     def _turn_failure(self) -> str | None:
-        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls: some
-        call was made, the state is the gold state, and all observations so far, whole, not as cut for the
-        model, include the gold ones. A turn without gold calls is not tested; what it changed stays changed.
-        """
+        """The benchmark's multi_turn_checker for one turn, on our instances. If there are gold calls, some
+        call was made, the state is the gold one, and all observations so far include the gold ones."""
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import response_checker, state_checker
         gold = self._gold[self._turn]
         if not gold.calls:
@@ -1035,16 +890,15 @@ class BFCLEnv:
 # ===== 12. The benchmark: experts and failures ==============================================================
 def calls_text(calls: list[tuple[str, dict]]) -> str:
     """Hermes blocks, in the layout that the system prompt shows."""
-    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    texts = [json.dumps(call, ensure_ascii=False) for call in objects]
+    texts = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-def expert_turns(task: dict, protocol: str) -> list[str]:
-    """What an expert says, so that playing it scores 1: one message per turn with its gold calls; then done()
-    in "combined"; in "turns" a sentence after each, and a sentence alone in a turn without gold calls."""
+def expert_turns(task: dict, protocol: str = "combined", plan: list | None = None) -> list[str]:
+    """What an expert says, so that playing it scores 1: one message per turn with its gold calls (or a plan's
+    calls), then done() in "combined"; in "turns" a sentence ends each turn."""
     messages = []
-    for calls in gold_turns(task):
+    for calls in gold_turns(task) if plan is None else plan:
         if calls:
             messages.append(calls_text(calls))
         if protocol == "turns":
@@ -1057,47 +911,35 @@ def expert_turns(task: dict, protocol: str) -> list[str]:
 CORRUPTIONS = ("wrong tool", "missing step", "early done", "wrong argument", "missing argument")
 
 
-def corrupt_turns(task: dict, turns: list[str], rng: random.Random) -> list[str]:
+def corrupt_turns(task: dict, rng: random.Random, protocol: str = "combined") -> list[str]:
     """An expert's messages with one mistake, in the same format, so that the reward token does not merely
     tell formats apart. Not every mistake is a failure (some look-ups are needless): run it and check R = 0.
 
     wrong tool: the one whose parameters are most alike. missing step: one call left out. early done: this
     call and all later ones left out. wrong argument: another value, a text from elsewhere in the plan."""
-    steps = []  # (number of the message, call)
-    for number, text in enumerate(turns):
-        steps += [(number, call) for call in parse_tool_calls(text) if call[0] != "done"]
-    with_steps = {number for number, _ in steps}
-    place = rng.randrange(len(steps))
-    number, (name, arguments) = steps[place]
+    plan = gold_turns(task)
+    turn, i = rng.choice([(turn, i) for turn, calls in enumerate(plan) for i in range(len(calls))])
+    name, arguments = plan[turn][i]
     kind = rng.choice(CORRUPTIONS if arguments else CORRUPTIONS[:3])
     if kind == "wrong tool":
-        steps[place] = number, (sibling_tool(task, name, arguments, rng), arguments)
+        plan[turn][i] = sibling_tool(task, name, arguments, rng), arguments
     elif kind == "missing step":
-        del steps[place]
+        del plan[turn][i]
     elif kind == "early done":
-        del steps[place:]
+        plan[turn:] = [plan[turn][:i]] + [[]] * (len(plan) - turn - 1)
     else:
         key = rng.choice(list(arguments))
         wrong = {other: value for other, value in arguments.items() if other != key}
         if kind == "wrong argument":
-            elsewhere = [value for _, (_, others) in steps for value in others.values()]
+            elsewhere = [value for calls in plan for _, others in calls for value in others.values()]
             wrong[key] = wrong_value(arguments[key], elsewhere, rng)
-        steps[place] = number, (name, wrong)
-    texts = []
-    for number, text in enumerate(turns):
-        calls = [call for at, call in steps if at == number]
-        if calls:
-            texts.append(calls_text(calls))
-        elif number not in with_steps:  # a message that lost all its calls is not said at all
-            texts.append(text)
-    return texts
+        plan[turn][i] = name, wrong
+    return expert_turns(task, protocol, plan)
 
 
 def sibling_tool(task: dict, name: str, arguments: dict, rng: random.Random) -> str:
-    shared = {}
-    for other, tool in task_tools(task).items():
-        if other != name and other not in task.get("excluded_function", []):
-            shared[other] = len(arguments.keys() & tool.signature.parameters.keys())
+    shared = {other: len(arguments.keys() & tool.signature.parameters.keys())
+              for other, tool in task_tools(task).items() if other != name}
     most = max(shared.values())
     return rng.choice([other for other, count in shared.items() if count == most])
 
