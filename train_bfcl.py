@@ -19,7 +19,7 @@ import argparse
 import json
 import math
 import random
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -90,7 +90,8 @@ SETTINGS = {
 }
 MAY_CHANGE = ("this call", "memory and speed")  # a run folder belongs to one value of each of the others
 SMOKE = ("--out runs/smoke --model tiny --limit 4 --epochs 1 --stage1-batch 4 --stage1-lr 1e-3 --steps 2 "
-         "--batch 4 --group-size 3 --lr 1e-4 --max-tokens 8192 --max-new-tokens 24 --checkpoint-every 1")
+         "--batch 4 --group-size 3 --lr 1e-4 --max-tokens 8192 --max-new-tokens 24 --rollout-tokens 40000 "
+         "--checkpoint-every 1")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -141,31 +142,29 @@ def number(kind, low, high):
 # Each of several processes runs all of this with its share of the work, mine(items); from_all(items) is what
 # they all have. One process has all the work.
 def pipeline(s, train_env):
-    """data -> stage 1 -> stage 2 -> evaluation, leaving out what --out holds already.
-
-    s: the settings.  train_env: task -> an env of stage 2."""
-    train, test = choose_tasks(s.split, s.limit)
+    """data -> stage 1 -> stage 2, in envs of the kind train_env -> evaluation, but for what --out holds."""
+    train, test = choose_tasks(s)
     tokenizer = check_everything(s)  # before --out is claimed
-    with closing(Run(s)) as run:
+    run = Run(s)
+    with run.lock:
         own_stage1 = s.init != "none" and not s.stage1
         start = run.folder / "stage1" if own_stage1 else Path(s.stage1 or s.model)  # of stage 2
         final = start if s.rl == "none" else run.folder / "model"
 
-        if own_stage1 and not exists(start) and not exists(final):
+        if own_stage1 and not start.exists() and not final.exists():
             train_stage1(run, s, make_data(run, s, train, tokenizer), tokenizer)
-        if s.rl != "none" and not exists(final):
+        if s.rl != "none" and not final.exists():
             train_stage2(run, s, start, train, test, tokenizer, train_env)
         evaluate(run, s, final, train, test, tokenizer)
 
 
-def choose_tasks(split: str, limit: int) -> tuple[list[dict], list[dict]]:
+def choose_tasks(s) -> list[list[dict]]:
+    """[train, test]"""
     def length(task):
         return sum(len(tool.text) for tool in task_tools(task).values()), task["id"]
 
-    train, test = split_tasks(load_tasks(), split)
-    if limit:
-        train, test = sorted(train, key=length)[:limit], sorted(test, key=length)[:limit]
-    return train, test
+    halves = split_tasks(load_tasks(), s.split)
+    return [sorted(half, key=length)[:s.limit] if s.limit else half for half in halves]
 
 
 # ===== 3. Data for stage 1 ==================================================================================
@@ -174,8 +173,9 @@ from rcgrpo import label_by_reward, rollout, scripted_policy
 
 def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
     """Expert trajectories of the training tasks and, for RCTP, as many failures. Kept in data.json."""
-    if exists(run.folder / "data.json"):
-        return read_json(run.folder / "data.json", lambda rows: [Trajectory(**row) for row in rows])
+    if (file := run.folder / "data.json").exists():
+        with one_line(f"{file} is damaged: delete it, and it is made again"):
+            return [Trajectory(**fields) for fields in json.loads(file.read_text())]
     reward_token = HIGH if s.init == "rctp" else None
     experts = {task["id"]: play_script(task, expert_turns(task), reward_token, tokenizer, s.max_tokens)
                for task in tqdm(mine(train), "expert trajectories", disable=RANK > 0)}
@@ -187,12 +187,11 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
         data += make_failures(run, s, fitting, tokenizer)
     data = sorted(from_all(data), key=lambda t: (t.group, t.reward_token or ""))
     if not data:
-        raise SystemExit(f"not one of the {len(train)} training tasks fits into --max-tokens "
-                         f"{s.max_tokens}: raise it")
+        raise SystemExit(f"no training task fits into --max-tokens {s.max_tokens}: raise it")
     good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
     run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
             f"longer than --max-tokens: {len(train) - good} tasks")
-    run.write("data.json", "[" + ",\n".join(json.dumps(vars(t)) for t in data) + "]\n")
+    write_whole(file, "[" + ",\n".join(json.dumps(vars(t)) for t in data) + "]\n")
     return data
 
 
@@ -237,13 +236,13 @@ def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
 from rcgrpo import hindsight_step, rcgrpo_step, rctp_step
 
 
-def batch_indices(n: int, batch: int, step: int, seed: int, name: str) -> list[int]:
-    """The indices of batch number `step` when n items are shuffled anew in each pass. The last is filled up
-    from the beginning of the pass: all batches, and so all processes' shares of them, have one size."""
-    passed, number = divmod(step, math.ceil(n / batch))
-    order = list(range(n))
+def share(items: list, batch: int, step: int, seed: int, name: str) -> list:
+    """This process's part of batch number `step`. Items are shuffled anew in each pass, whose last batch is
+    filled up from its beginning: all batches, and so all parts, have one size."""
+    passed, number = divmod(step, math.ceil(len(items) / batch))
+    order = list(range(len(items)))
     random.Random(f"{seed} {name} {passed}").shuffle(order)
-    return [order[(number * batch + i) % n] for i in range(batch)]
+    return mine([items[order[(number * batch + i) % len(items)]] for i in range(batch)])
 
 
 def train_stage1(run: Run, s, data: list[Trajectory], tokenizer):
@@ -252,8 +251,8 @@ def train_stage1(run: Run, s, data: list[Trajectory], tokenizer):
     optimizer = torch.optim.AdamW(model.parameters(), s.stage1_lr, weight_decay=0)
     steps = math.ceil(len(data) / s.stage1_batch) * s.epochs
     for step in run.steps("stage1", steps, model, optimizer):
-        rows = mine(batch_indices(len(data), s.stage1_batch, step, s.seed, "stage1"))
-        metrics = rctp_step(model, optimizer, [data[row] for row in rows], **s.step_limits)
+        trajectories = share(data, s.stage1_batch, step, s.seed, "stage1")
+        metrics = rctp_step(model, optimizer, trajectories, **s.step_limits)
         run.log("stage1", step, metrics)
     run.finish("stage1", refresh(load_frozen(s.model, tokenizer), model), tokenizer)
 
@@ -264,18 +263,20 @@ def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], 
     ref_model = shard(load_frozen(start, tokenizer)) if s.beta else None
     actor = load_frozen(start, tokenizer)  # rollouts need all weights in one place
     optimizer = torch.optim.AdamW(model.parameters(), s.lr, weight_decay=0)
+    one_token = 1.0 if s.init == "rctp" else None  # plain GRPO: high in all rollouts after RCTP, else none
+    p = s.p_high if s.rl == "rc-grpo" else one_token
     for step in run.steps("stage2", s.steps, model, optimizer):
         refresh(actor, model)
         watched = watch(s, actor, test, tokenizer) if step % s.eval_every == 0 else {}
-        tasks = [train[i] for i in mine(batch_indices(len(train), s.batch, step, s.seed, "stage2"))]
+        tasks = share(train, s.batch, step, s.seed, "stage2")
         key = s.seed, "stage2", step, RANK  # a run that goes on draws what it would have drawn
         policy = make_policy(s, actor, tokenizer, s.temperature, seeded(*key, "sample"))
         with rollout_bar("rollouts", len(tasks) * s.group_size) as progress:
             metrics, rollouts = rcgrpo_step(
-                model, ref_model, optimizer, tasks, train_env, policy, tokenizer, G=s.group_size,
-                p=p_of_stage2(s), stratified=s.stratified, beta=s.beta, clip=s.clip, ratio=s.ratio,
-                updates=s.updates, generator=seeded(*key, "reward tokens", device="cpu"),
-                limits={**s.rollout_limits, "progress": progress}, **s.step_limits)
+                model, ref_model, optimizer, tasks, train_env, policy, tokenizer, s.group_size, p,
+                s.stratified, seeded(*key, "reward tokens", device="cpu"),
+                {**s.rollout_limits, "progress": progress}, beta=s.beta, clip=s.clip, ratio=s.ratio,
+                updates=s.updates, **s.step_limits)
         if s.hindsight:
             found = hindsight_step(model, optimizer, rollouts, tokenizer, **s.step_limits)
             metrics |= {"hindsight_loss": found["loss"], "hindsight_count": found["count"],
@@ -283,34 +284,29 @@ def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], 
         t = rollouts[0]
         sample = {"reward_token": t.reward_token, "reward": t.reward, "text": tokenizer.decode(t.ids)}
         run.log("stage2", step, {**metrics, **watched}, sample)
-    run.finish("stage2", refresh(actor, model), tokenizer)
-
-
-def p_of_stage2(s) -> float | None:
-    """P(high). Plain GRPO has one reward token for all its rollouts: high after RCTP, else none."""
-    if s.rl == "rc-grpo":
-        return s.p_high
-    return 1.0 if s.init == "rctp" else None
+    run.finish("model", refresh(actor, model), tokenizer)
 
 
 # ===== 5. Evaluation ========================================================================================
 def evaluate(run: Run, s, folder: Path, train: list[dict], test: list[dict], tokenizer):
     """Greedy rollouts of all test tasks under the reward tokens that eval.json lacks; a table of all."""
-    file, (init, rl) = run.folder / "eval.json", trained_arm(s)
+    made = read_origin(s.model) if s.init == s.rl == "none" else {}  # a model trained by another run
+    init, rl, results = made.get("--init", s.init), made.get("--rl", s.rl), {}
+    if (file := run.folder / "eval.json").exists():
+        with one_line(f"{file} is damaged: delete it, and it is made again"):
+            results.update(json.loads(file.read_text())["results"])
     report = {"arm": f"{init} + {rl}", "reward_token": own_reward_token(init, rl), "split": s.split,
-              "leaked": leaked(train, test), "protocol": s.protocol, "results": {}}
-    if exists(file):
-        report = read_json(file, lambda report: {**report, "results": dict(report["results"])})
-    missing = [name for name in s.reward_tokens if name not in report["results"]]
+              "leaked": leaked(train, test), "protocol": s.protocol, "results": results}
+    missing = [name for name in s.reward_tokens if name not in results]
     policy = make_policy(s, load_frozen(folder, tokenizer), tokenizer, 0) if missing else None
     for name in missing:
         with rollout_bar(f"evaluation, {name}", len(mine(test))) as progress:
             played = from_all(play_tasks(s, mine(test), policy, tokenizer, name, progress))
-        report["results"][name] = tally(played)
-        before = json_lines(run.folder / "trajectories.jsonl", "reward_token")
-        lines = [line for line in before if line["reward_token"] != name] + played
-        run.write("trajectories.jsonl", "".join(map(json_line, lines)))
-        run.write("eval.json", json.dumps(report, indent=1) + "\n")
+        results[name] = tally(played)
+        lines = json_lines(run.folder / "trajectories.jsonl", "reward_token")
+        lines = [line for line in lines if line["reward_token"] != name] + played
+        write_whole(run.folder / "trajectories.jsonl", "".join(map(json_line, lines)))
+        write_whole(file, json.dumps(report, indent=1) + "\n")
     run.say("\n" + table(report))
 
 
@@ -336,12 +332,6 @@ def watch(s, model, test: list[dict], tokenizer) -> dict:
     k = total(sum(line["reward"] == 1 for line in play_tasks(s, mine(some), policy, tokenizer, name)))
     low, high = wilson(k, len(some))
     return {"test_success": k / len(some), "test_low": low, "test_high": high, "test_tasks": len(some)}
-
-
-def trained_arm(s) -> tuple[str, str]:
-    """(init, rl) of the model: of this run, or if nothing is trained here of the one that made --model."""
-    made = read_origin(s.model) if s.init == s.rl == "none" else None
-    return (made["init"], made["rl"]) if made else (s.init, s.rl)
 
 
 def own_reward_token(init: str, rl: str) -> str:
@@ -371,18 +361,16 @@ def table(report: dict) -> str:
     def cell(c):
         return f"{100 * c['accuracy']:.2f} ({c['k']}/{c['n']})" if c else "-"
 
-    own, rows = report["reward_token"], [["arm", "reward token", "overall", "95 % interval", *CATEGORIES]]
+    own, rows = report["reward_token"], [["reward token", "overall", "95 % interval", *CATEGORIES]]
     for name, tallied in report["results"].items():
         low, high = tallied["overall"]["wilson95"]
-        rows.append([report["arm"], f"{name} *" if name == own else name, cell(tallied["overall"]),
+        rows.append([f"{name} *" if name == own else name, cell(tallied["overall"]),
                      f"{100 * low:.1f} - {100 * high:.1f}", *(cell(tallied.get(c)) for c in CATEGORIES)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    absent = "" if own in report["results"] else "; not among --reward-tokens"
-    lines.append(f"* the reward token that this arm is trained to be used under: {own}{absent}")
-    lines.append(f"split {report['split']}: {report['leaked']} of the test tasks have a training task with "
-                 "the same gold calls")
-    return "\n".join(lines)
+    absent = "" if own in report["results"] else " (not evaluated: see --reward-tokens)"
+    return "\n".join([
+        report["arm"], *("".join(f"{text:16}" for text in row).rstrip() for row in rows),
+        f"* the reward token that this arm is trained to be used under: {own}{absent}",
+        f"split {report['split']}: {report['leaked']} test tasks with the gold calls of a training task"])
 
 
 # ===== 6. The benchmark: tasks and splits ===================================================================
@@ -1112,6 +1100,7 @@ from datetime import timedelta
 from hashlib import sha256
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -1121,10 +1110,9 @@ DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else
 COMPUTE_DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 
-# One path for one process and for many: alone, it is a group of one, and its shard is the whole.
 @contextmanager
 def process_group():
-    """The processes that torchrun started, or this one alone, as the group that from_all and total go over.
+    """The processes that torchrun started, or this one alone, a group of one that takes the same path.
 
     If one of several fails it ends at once, and torchrun ends the others. Tearing the group down would wait
     for them, and they may be waiting for this one."""
@@ -1145,13 +1133,19 @@ def process_group():
         dist.destroy_process_group()
 
 
+@contextmanager
+def one_line(problem: str):
+    """Whatever goes wrong in here is told in one line: damaged files and foreign models fail in many ways."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointException):  # it holds those of all processes
+            error, _ = next(iter(error.failures.values()))
+        raise SystemExit(f"{problem} ({type(error).__name__}: {error})".split("\n")[0]) from None
+
+
 def mine(items: list) -> list:
     return items[RANK::SIZE]
-
-
-def exists(path: Path) -> bool:
-    """The same answer for all: on a network's file system some see a new file later."""
-    return from_all([path.exists()])[0]
 
 
 def seeded(*key, device=DEVICE) -> torch.Generator:
@@ -1161,9 +1155,9 @@ def seeded(*key, device=DEVICE) -> torch.Generator:
 
 
 def shard(model, offload: bool = False):
-    """FSDP2: every process holds 1/N of weights, gradients and moments; a GPU computes in bf16, its layers once
-    more in the backward pass. Gradients are summed, not averaged: rcgrpo divides each term by the count of the
-    whole batch.  offload: they stay in the host's memory; layers visit the GPU to compute."""
+    """FSDP2: every process holds 1/N of weights, gradients and moments; a GPU computes in bf16, its layers
+    again in the backward pass. Gradients are summed, not averaged: rcgrpo divides by the count of the whole
+    batch.  offload: what is held stays in the host's memory; layers visit the GPU to compute."""
     mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     mixed = MixedPrecisionPolicy(COMPUTE_DTYPE, torch.float32)
     policy = CPUOffloadPolicy(pin_memory=CUDA) if offload else OffloadPolicy()
@@ -1198,14 +1192,11 @@ def load_model(path, tokenizer):
     """Whole, on the CPU, with the reward tokens; in fp32, as at lr 1e-6 a bf16 weight would not move."""
     gc.collect()  # what an earlier stage leaves is part of reference cycles
     torch.cuda.empty_cache()
-    try:
+    with one_line(f"cannot load a model from {path}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # a damaged file fails in many ways
-        raise SystemExit(f"cannot load a model from {path}: {first_line(error)}") from None
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise SystemExit(f"cannot load a model from {path}: no weights for {missing}")
+        if report["missing_keys"]:
+            raise ValueError(f"no weights for {', '.join(sorted(report['missing_keys'])[:3])}")
     add_reward_tokens(tokenizer, model)
     return model
 
@@ -1224,8 +1215,8 @@ def make_policy(s, model, tokenizer, temperature: float, generator=None):
     if not is_continuous(s, CUDA):
         return model_policy(model, tokenizer, temperature, s.max_new_tokens, generator, s.rollout_tokens)
     stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
-    return ContinuousPolicy(model, stop_ids, temperature, s.max_new_tokens, seed, 3 * s.rollout_tokens,
-                            s.max_tokens)
+    cache_tokens = max(3 * s.rollout_tokens, s.max_tokens + s.max_new_tokens)
+    return ContinuousPolicy(model, stop_ids, temperature, s.max_new_tokens, seed, cache_tokens, s.max_tokens)
 
 
 def is_continuous(s, gpu: bool) -> bool:
@@ -1249,13 +1240,12 @@ class ContinuousPolicy:
     place. Keys and values of full pages are kept, and found by later turns and by the group's other rollouts.
 
     model: a plain one in evaluation mode.  seed: fixes the draws of the first call, of the second, ...
-    cache_tokens: most tokens whose keys and values are held; a row of max_tokens always has room.
+    cache_tokens: whose keys and values are held; max_tokens, of the longest row, must fit.
     `close`, which `rollout` calls, frees everything: it must come before the weights change."""
 
     PAGE = 256  # tokens; what flash attention reads in place
 
-    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens=2**19,
-                 max_tokens=2**14):
+    def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens, max_tokens):
         # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
         draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
         self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
@@ -1288,20 +1278,16 @@ class ContinuousPolicy:
         return [outputs[request].generated_tokens for request in requests]
 
     def _start(self, prompts):
-        longest_action = self.generation.max_new_tokens
-        pages = sum(math.ceil((len(prompt) + longest_action) / self.PAGE) for prompt in prompts)
-        longest_row = math.ceil((self.max_tokens + longest_action) / self.PAGE)
         config = ContinuousBatchingConfig(
             page_size=self.PAGE,
-            # room for this turn and later ones, up to the limit; the default is 90 % of the free memory
-            num_blocks=max(longest_row, math.ceil(min(4 * pages, self.cache_tokens / self.PAGE))),
+            num_blocks=math.ceil(self.cache_tokens / self.PAGE),  # the default is 90 % of the free memory
             max_batch_tokens=min(max(sum(map(len, prompts)), self.PAGE), 2048),  # a mask: this x cache
             disable_nccl_graph_mixing=False,  # for tensor parallelism; it would set an environment variable
             seed=0,  # else it draws one
         )
         if self.model.device.type == "cuda" and has_flash():
             config.use_cuda_graph = False, True  # in decoding alone: batches of prompts have too many shapes
-        hints = WorkloadHints(self.max_tokens, longest_action, len(prompts))
+        hints = WorkloadHints(self.max_tokens, self.generation.max_new_tokens, len(prompts))
         manager = self.model.init_continuous_batching(self.generation, config, hints)
         manager.start()
         return manager
@@ -1313,9 +1299,6 @@ class ContinuousPolicy:
             manager.stop(hard_stop=True)
 
 
-# ----- what is checked before --out is claimed
-
-
 def check_everything(s):
     """Refuse, in one line, what would fail later. Returns the tokenizer, with the reward tokens."""
     for flag, batch, arm in (("--stage1-batch", s.stage1_batch, s.init), ("--batch", s.batch, s.rl)):
@@ -1323,15 +1306,12 @@ def check_everything(s):
             raise SystemExit(f"{flag} {batch} cannot be shared evenly by {SIZE} processes")
     check_origin(s)
     source = s.stage1 or s.model
-    try:
+    with one_line(f"{source} cannot be used: it must be a model on the hub or a folder with one"):
         tokenizer = AutoTokenizer.from_pretrained(source)
         add_reward_tokens(tokenizer)
         chat = chat_format(tokenizer)
         chat.prompt([{"role": "system", "content": "as in the benchmark"}, {"role": "user", "content": "hi"}])
         config = outline(source, tokenizer).config
-    except Exception as error:  # whatever damaged files, foreign tokenizers and templates may raise
-        raise SystemExit(f"{source} cannot be used (it must be a model on the hub or a folder with config, "
-                         f"weights and tokenizer): {first_line(error)}") from None
     if s.max_tokens > (most := context_length(config)):
         raise SystemExit(f"{source} cannot read --max-tokens {s.max_tokens}: give {most} or less")
     if s.stage1 and s.init == "rctp" and not getattr(config, "reward_token_ids", None):
@@ -1352,32 +1332,22 @@ def outline(source: str, tokenizer):
     return model
 
 
-ORIGIN = ("init", "rl", "split", "model", "limit", "seed")  # in rcgrpo.json beside a model
-
-
-def read_origin(source) -> dict | None:
-    """How a run of this script made the model in this folder; None if it is from elsewhere."""
+def read_origin(source) -> dict:
+    """Settings of the run of this script that made the model in this folder; {} if it is from elsewhere."""
     file = Path(source) / "rcgrpo.json"
-    if file.is_file():
-        return read_json(file, lambda made: {name: made[name] for name in ORIGIN}, "train the model again")
+    with one_line(f"{file} is damaged: train the model again"):
+        return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def check_origin(s):
     """A model that a run of this script made must be what the settings say that it is."""
     source = s.stage1 or s.model
-    if made := read_origin(source):
-        asked = {"split": s.split}  # on another split it may have seen the test tasks
-        if s.stage1:
-            asked |= {"init": s.init, "rl": "none", "model": s.model}
-        if wrong := [f"--{name} {made[name]}, not {value}" for name, value in asked.items()
-                     if made[name] != value]:
-            raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
-
-
-def first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # it holds those of all processes
-        error, _ = next(iter(error.failures.values()))
-    return f"{type(error).__name__}: {error}".split("\n")[0]
+    asked = {"--split": s.split}  # on another split it may have seen the test tasks
+    if s.stage1:
+        asked |= {"--init": s.init, "--rl": "none", "--model": s.model}
+    made = {**asked, **read_origin(source)}
+    if wrong := [f"{flag} {made[flag]}, not {value}" for flag, value in asked.items() if made[flag] != value]:
+        raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
 
 
 # ===== 15. The run folder ===================================================================================
@@ -1385,8 +1355,6 @@ import fcntl
 import shutil
 
 import torch.distributed.checkpoint as checkpoint
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 LOGS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
@@ -1398,47 +1366,32 @@ class Run:
     """What is in --out: config.json, data.json, LOGS, checkpoints/, stage1/, model/, eval.json,
     trajectories.jsonl; and tensorboard/, if that is installed.
 
-    Models, checkpoints and files other than LOGS are written beside their names and then renamed: they are
-    whole or absent. A folder belongs to one set of settings, and to one run at a time."""
+    A folder belongs to one set of settings, and to one run at a time, which has locked it: however a process
+    ends, the kernel then unlocks it."""
 
     def __init__(self, s):
-        self.folder, self.checkpoint_every = Path(s.out), s.checkpoint_every
-        self.lock = self.board = None
+        self.folder, self.checkpoint_every, self.board = Path(s.out), s.checkpoint_every, None
         bound = [flag for block in SETTINGS if block not in MAY_CHANGE for flag, *_ in SETTINGS[block]]
         self.settings = {flag: getattr(s, flag[2:].replace("-", "_")) for flag in bound}
-        if RANK == 0:
-            self.lock = lock_folder(self.folder)
-            self.check_settings(self.folder / "config.json")
-            for part in list(self.folder.glob("**/.*.part")):  # what was being written when a run was killed
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
-        self.write("config.json", json.dumps(self.settings, indent=1) + "\n")
-
-    def check_settings(self, file: Path):
-        before = read_json(file, dict, "choose another --out") if file.exists() else self.settings
+        with one_line(f"--out {self.folder} cannot be used; perhaps another process is at work there"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "a")
+            if RANK == 0:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = self.folder / "config.json"
+        with one_line(f"{file} is damaged: choose another --out"):
+            before = dict(json.loads(file.read_text())) if file.exists() else self.settings
         if changed := [f"{flag} was {before.get(flag)!r}, now {value!r}"
                        for flag, value in self.settings.items() if before.get(flag) != value]:
             raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
                              "Choose another --out, or repeat the settings of that run.")
-
-    def close(self):
-        for held in (self.lock, self.board):
-            if held:
-                held.close()
+        for part in list(self.folder.glob("**/.*.part")) if RANK == 0 else ():  # a run was killed then
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        write_whole(file, json.dumps(self.settings, indent=1) + "\n")
 
     def say(self, text: str):
         if RANK == 0:
             tqdm.write(text)
-
-    def write(self, name: str, text: str):
-        """A file, complete or not at all. All call this; the first process writes, the others wait."""
-        if RANK == 0:
-            try:
-                part = self.folder / f".{name}.part"
-                part.write_text(text)
-                part.replace(self.folder / name)
-            except OSError as error:
-                raise SystemExit(f"could not write {self.folder / name}: {first_line(error)}") from None
-        from_all([])
 
     def steps(self, stage: str, steps: int, model, optimizer):
         """The steps that are left to do, with a progress bar; checkpoints in between."""
@@ -1446,7 +1399,7 @@ class Run:
         for name in LOGS:  # the steps after the checkpoint are made again: their lines go,
             lines = json_lines(self.folder / name, "stage", "step")
             kept = [line for line in lines if (line["stage"], line["step"]) < (stage, done)]
-            self.write(name, "".join(map(json_line, kept)))
+            write_whole(self.folder / name, "".join(map(json_line, kept)))
         with suppress(ImportError):  # and their points
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(str(self.folder / "tensorboard" / stage), purge_step=done)
@@ -1477,75 +1430,49 @@ class Run:
 
     def save_checkpoint(self, name: str, model, optimizer):
         """Every process writes its shards. Then the checkpoint before it goes."""
-        state, before = dict(enumerate(get_state_dict(model, optimizer))), self.checkpoints()
-        write_folder(self.folder / "checkpoints" / name,
-                     lambda part: checkpoint.save(state, checkpoint_id=part))
+        state = dict(enumerate(get_state_dict(model, optimizer)))
+        before = list(self.folder.glob("checkpoints/*"))
+        write_whole(self.folder / "checkpoints" / name, lambda part: checkpoint.save(
+            state, checkpoint_id=part), by_all=True)
         for old in before if RANK == 0 else ():
             shutil.rmtree(old)
 
     def load_checkpoint(self, stage: str, model, optimizer) -> int:
         """Go on from the last checkpoint, whatever number of processes wrote it. The number of steps done."""
-        folders = [folder for folder in self.checkpoints() if folder.name.startswith(stage)]
-        if not folders:
+        if not (folders := sorted(self.folder.glob(f"checkpoints/{stage}-*"))):
             return 0
         state = dict(enumerate(get_state_dict(model, optimizer)))  # new moments, where to load the old ones
-        try:
+        with one_line(f"{folders[-1]} cannot be read: delete it, and {stage} begins anew"):
             checkpoint.load(state, checkpoint_id=folders[-1])
-        except (Exception, CheckpointException) as error:  # a damaged file fails in many ways
-            raise SystemExit(f"{folders[-1]} cannot be read ({first_line(error)}): delete it, and {stage} "
-                             "begins anew") from None
         set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
         return int(folders[-1].name.rpartition("-")[2])
 
-    def checkpoints(self) -> list[Path]:
-        """Oldest first, as the first process sees them."""
-        return from_all([sorted(self.folder.glob("checkpoints/*"))])[0]
-
-    def finish(self, stage: str, plain, tokenizer):
-        """Save the stage's model with a record of how it was made. What it replaces goes."""
-        origin = {name: self.settings[f"--{name}"] for name in ORIGIN}
+    def finish(self, folder: str, plain, tokenizer):
+        """Save a stage's model with the settings that made it. Its checkpoints go, and results of another."""
+        made = {**self.settings, "--rl": "none"} if folder == "stage1" else self.settings
 
         def write(part: Path):
             plain.save_pretrained(part)
             tokenizer.save_pretrained(part)
-            (part / "rcgrpo.json").write_text(json.dumps(origin, indent=1) + "\n")
+            (part / "rcgrpo.json").write_text(json.dumps(made, indent=1) + "\n")
 
-        if stage == "stage1":
-            origin["rl"] = "none"
-        write_folder(self.folder / ("stage1" if stage == "stage1" else "model"), write if RANK == 0 else None)
+        if RANK == 0:
+            (self.folder / "eval.json").unlink(missing_ok=True)
+        write_whole(self.folder / folder, write)
         if RANK == 0:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-            (self.folder / "eval.json").unlink(missing_ok=True)
 
 
-def lock_folder(folder: Path):
-    """Make the folder and lock it for this process. However the process ends, the kernel then unlocks it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
-    except OSError as error:
-        busy = "another process is at work there: wait for its end, or choose another"
-        reason = busy if isinstance(error, BlockingIOError) else first_line(error)
-        raise SystemExit(f"--out {folder} cannot be used: {reason}") from None
-
-
-def write_folder(folder: Path, write=None):
-    """All processes call write(temporary folder), if they have something; it gets its name when all are done.
-    """
-    part = folder.with_name(f".{folder.name}.part")
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        if write:
-            write(part)
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise SystemExit(f"could not write {folder}: {first_line(error)}. Nothing half-written was left: "
-                         "make room, and the same command goes on") from None
+def write_whole(path: Path, content, by_all: bool = False):
+    """A file or folder, whole or absent. content: the text, or what the first process (or all) call to make
+    it at a path beside this one, which then gets its name. All call this, and wait until it is there."""
+    part = path.with_name(f".{path.name}.part")
+    with one_line(f"could not write {path}: make room, and the same command goes on"):
+        if RANK == 0 or by_all:
+            part.write_text(content) if isinstance(content, str) else content(part)
     from_all([])
     if RANK == 0:
-        part.rename(folder)
+        part.replace(path)
     from_all([])
 
 
@@ -1558,23 +1485,12 @@ def json_line(values: dict) -> str:
 def json_lines(path: Path, *names) -> list[dict]:
     """The objects in a file, one in each line, with these names. A last line without its end, as a kill
     leaves it, does not count."""
-    def make(value):
-        return {**value, **{name: value[name] for name in names}}
-
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [parse(line, make, f"{path}, line {n},", "delete it") for n, line in enumerate(lines, 1)]
-
-
-def read_json(path: Path, make, remedy: str = "delete it, and it is made again"):
-    """make(what the file holds)."""
-    return parse(path.read_text(), make, path, remedy)
-
-
-def parse(text, make, place, remedy):
-    try:
-        return make(json.loads(text))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise SystemExit(f"{place} is damaged ({first_line(error)}): {remedy}") from None
+    values = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1] if path.exists() else (), 1):
+        with one_line(f"{path}, line {number}, is damaged: delete it"):
+            values.append(json.loads(line))
+            [values[-1][name] for name in names]
+    return values
 
 
 @contextmanager
@@ -1592,7 +1508,8 @@ def plan(s, train: list[dict], test: list[dict], tokenizer):
                for task in tqdm(train, "experts", leave=False)]
     fitting = sum(n <= s.max_tokens for n in lengths)
     rows = fitting * 2 if s.init == "rctp" else fitting
-    stage1 = f"{math.ceil(rows / s.stage1_batch) * s.epochs} steps of {s.stage1_batch} of {rows} trajectories"
+    steps = math.ceil(rows / s.stage1_batch) * s.epochs
+    stage1 = f"{steps} steps of {s.stage1_batch} of {rows} trajectories"
     stage2 = f"{s.steps} steps of {s.batch} tasks of {s.group_size} rollouts"
     print(f"{s.init} + {s.rl} on {s.model}; processes: {SIZE}\n"
           f"tasks: {len(train)} for training, {len(test)} for the test, split {s.split}; "
@@ -1604,9 +1521,6 @@ def plan(s, train: list[dict], test: list[dict], tokenizer):
     for name, n_bytes in held(s, outline(s.stage1 or s.model, tokenizer)).items():
         print(f"{n_bytes / 2**30:10.2f} GiB {name}")
     print("What an update and a rollout need beside these is in the README's table.")
-    if s.init == "rctp" and s.epochs == 5 or s.rl != "none" and s.batch in (64, 256):
-        print("The paper gives RCTP 5 epochs and SFT 2, RC-GRPO batch 256 and GRPO 64: for a fair comparison "
-              "of arms set --epochs and --batch alike.")
 
 
 def held(s, model) -> dict[str, int]:
@@ -1622,16 +1536,13 @@ def held(s, model) -> dict[str, int]:
         tokens = 3 * s.rollout_tokens if is_continuous(s, gpu=True) else s.rollout_tokens
         parts |= {"on each GPU: the model that rolls out, bf16": 2 * whole,
                   "on each GPU: pi_ref, bf16": 2 * share if s.beta else 0,
-                  "on each GPU: keys and values of the rollouts, at most": tokens * token}
+                  "on each GPU: the sampler's cache, at most": tokens * token}
     return {**parts, "on the disk: two checkpoints and two models": 2 * 12 * whole + 2 * 2 * whole}
 
 
 # ===== 17. A tiny run, and the command line =================================================================
 import tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-SMOKE_TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
-                  "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
 
 
 class ParityEnv(BFCLEnv):
@@ -1653,7 +1564,9 @@ def make_tiny_model(folder: Path):
         vocab_size=4000, initial_alphabet=bpe.pre_tokenizer.alphabet(), show_progress=False))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|end|>", extra_special_tokens=["<|start|>"])
-    tokenizer.chat_template = SMOKE_TEMPLATE
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(
@@ -1665,39 +1578,31 @@ def make_tiny_model(folder: Path):
     model.save_pretrained(folder)
 
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
 def main(argv=None):
     s = parse_arguments(sys.argv[1:] if argv is None else list(map(str, argv)))
-    try:
+    with one_line("the benchmark is not there"):
         bfcl_data()
-    except RuntimeError as missing:
-        raise SystemExit(str(missing)) from None
     with process_group():
         if s.model == "tiny":
             s.model = f"{s.out}/tiny"
-            if not exists(Path(s.model)):
-                write_folder(Path(s.model), make_tiny_model if RANK == 0 else None)
+            if not Path(s.model).exists():
+                write_whole(Path(s.model), make_tiny_model)
         try:
             if not s.plan:
                 pipeline(s, ParityEnv if s.smoke else BFCLEnv)
             elif RANK == 0:
-                plan(s, *choose_tasks(s.split, s.limit), check_everything(s))
-        except Exception as error:
-            if isinstance(error, OUT_OF_MEMORY) or isinstance(error.__cause__, OUT_OF_MEMORY):
-                print("Out of memory: in an update lower --tokens-per-pass, in rollouts --rollout-tokens, or "
-                      "take --offload or more GPUs; the run goes on with them", file=sys.stderr)
+                plan(s, *choose_tasks(s), check_everything(s))
+        except (torch.OutOfMemoryError, MemoryError):
+            print("Out of memory: in an update lower --tokens-per-pass, in rollouts --rollout-tokens, or "
+                  "take --offload or more GPUs; the same run goes on with them", file=sys.stderr)
             raise
 
 
-# Some of the benchmark's errors print a set, in hash order: the same run must say the same twice. Less memory
-# is lost between the GPU's blocks, and to rounding of the host's (--offload).
-ENVIRONMENT = {"PYTHONHASHSEED": "0",
-               "PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
-
 if __name__ == "__main__":
-    environment = {**ENVIRONMENT, **os.environ, "PYTHONHASHSEED": "0"}
+    # Some of the benchmark's errors print a set, in hash order: the same run must say the same twice. Less
+    # memory is lost between the GPU's blocks, and to rounding of the host's (--offload).
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1",
+                   **os.environ, "PYTHONHASHSEED": "0"}
     if environment != os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     main()
