@@ -177,9 +177,9 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
         with one_line(f"{file} is damaged: delete it, and it is made again"):
             return [Trajectory(**fields) for fields in json.loads(file.read_text())]
     reward_token = HIGH if s.init == "rctp" else None
-    experts = {task["id"]: play_script(task, expert_turns(task), reward_token, tokenizer, s.max_tokens)
+    experts = {task["id"]: play_script(task, expert_turns(task), reward_token, tokenizer)
                for task in tqdm(mine(train), "expert trajectories", disable=RANK > 0)}
-    fitting = [task for task in mine(train) if not experts[task["id"]].truncated]
+    fitting = [task for task in mine(train) if len(experts[task["id"]].ids) <= s.max_tokens]
     data = [experts[task["id"]] for task in fitting]
     if bad := [t.group for t in data if t.reward != 1]:
         raise SystemExit(f"experts of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
@@ -195,10 +195,10 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
     return data
 
 
-def play_script(task: dict, texts: list[str], reward_token, tokenizer, max_tokens: int) -> Trajectory:
+def play_script(task: dict, texts: list[str], reward_token, tokenizer) -> Trajectory:
     env, policy = BFCLEnv(task), scripted_policy(texts, tokenizer)
-    limits = {"max_tokens": max_tokens, "max_turns": 10**6}  # --max-turns is for models: a script ends
-    return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)[0]
+    no_limits = {"max_tokens": 10**9, "max_turns": 10**9}  # those are for models: a script ends
+    return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **no_limits)[0]
 
 
 def make_failures(run: Run, s, tasks: list[dict], tokenizer) -> list[Trajectory]:
@@ -226,10 +226,10 @@ def sample_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
 def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
     rng, turns = random.Random(f"{s.seed} {task['id']}"), expert_turns(task)
     for _ in range(100):
-        t = play_script(task, corrupt_turns(task, turns, rng), LOW, tokenizer, s.max_tokens)
-        if t.reward == 0 and any(t.mask):
+        t = play_script(task, corrupt_turns(task, turns, rng), LOW, tokenizer)
+        if t.reward == 0 and any(t.mask) and len(t.ids) <= s.max_tokens:
             return t
-    raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
+    raise SystemExit(f"100 corruptions of {task['id']} all scored 1, or exceed --max-tokens")
 
 
 # ===== 4. The two stages ====================================================================================
@@ -1346,7 +1346,7 @@ def rollout_bar(name: str, total: int):
 def plan(s, train: list[dict], test: list[dict], tokenizer):
     """Print what the run will do, and what it will hold."""
     reward_token = HIGH if s.init == "rctp" else None
-    lengths = [len(play_script(task, expert_turns(task), reward_token, tokenizer, 10**9).ids)
+    lengths = [len(play_script(task, expert_turns(task), reward_token, tokenizer).ids)
                for task in tqdm(train, "experts", leave=False)]
     fitting = sum(n <= s.max_tokens for n in lengths)
     rows = fitting * 2 if s.init == "rctp" else fitting
