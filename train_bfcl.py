@@ -224,9 +224,9 @@ def sample_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
 
 
 def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
-    rng, turns = random.Random(f"{s.seed} {task['id']}"), expert_turns(task)
+    rng = random.Random(f"{s.seed} {task['id']}")
     for _ in range(100):
-        t = play_script(task, corrupt_turns(task, turns, rng), LOW, tokenizer)
+        t = play_script(task, corrupt_turns(task, rng), LOW, tokenizer)
         if t.reward == 0 and any(t.mask) and len(t.ids) <= s.max_tokens:
             return t
     raise SystemExit(f"100 corruptions of {task['id']} all scored 1, or exceed --max-tokens")
