@@ -487,30 +487,37 @@ def group_metrics(trajectories, p=None):
 # ========== Part II: what the method stands on ==============================================================
 
 # ===== A. Log-probs =========================================================================================
-# Promise: log pi of every action token, exact for every causal language model, without dropout. By definition
-# that is one pass per trajectory. The fast way, in bounded memory, is one pass over whole groups, laid out as
+# Promise: log pi of every action token as one plain forward pass over its row gives it, without dropout. For
+# the types of model in PACKED whole groups are computed in one pass, in bounded memory, laid out as
 #
 #   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
 #   positions    0 ... P-1        P P+1 ...        P P+1 ...
 #   attention    causal           prefix + itself  prefix + itself
 #
-# so that a prompt is computed once, up to the reward token where rollouts part, and every token sees what it
-# would have seen alone. It is taken where a trial on made-up rows has shown that it gives the same numbers.
+# so that a prompt is read once, up to the reward token where rollouts part, and every token sees what it
+# would have seen alone. Models of other types are computed row by row. `pytest -k listed` compares a small
+# model of each listed type with its plain pass: to have another type packed, add its name and run that.
 
 import inspect
 import os
 import re
 import warnings
-from contextlib import nullcontext
-from functools import lru_cache, partial
-from weakref import WeakKeyDictionary
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, lru_cache
+from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+PACKED = set("""
+    apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2
+    gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 starcoder2""".split())
+KERNELS = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
 def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
@@ -518,28 +525,31 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
 
     Returns logp (N, T): row j holds the log-probs of trajectory j's action tokens in order, then zeros.
     With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each, without gradient.
-    rows_per_chunk: of a packed pass, logits exist for so many action tokens at a time. The model is left in
-    evaluation mode.
-    Raises ValueError for what cannot be scored: a row that begins with an action, is longer than the model's
-    context, or holds an id that the model does not have.
+    rows_per_chunk: so many rows of logits are made at a time. The model is left in evaluation mode.
     """
     if not temperature > 0:
         raise ValueError(f"log-probs need the temperature > 0 of the actions' sampling, got {temperature}")
     if any(t.mask[0] for t in trajectories):
         raise ValueError("a trajectory begins with an action: nothing conditions its first token")
     check_rows(model, [t.ids for t in trajectories])
-    read = partial(read_logits, temperature=temperature, entropy=entropy)
-    packed = packs(model, longest(trajectories))
-    silence(model)
-    if packed:
-        logp, h = packed_logprobs(model, trajectories, read, rows_per_chunk)  # (M,), (M,)
-    else:
-        logp, h = plain_logprobs(model, trajectories, read)
-    model.eval()
-    mask = action_mask(trajectories, logp.device)  # (N, T)
-    zeros = torch.zeros(mask.shape, device=logp.device)
-    rows = zeros.masked_scatter(mask, logp)  # without an action, too, a backward pass reaches every weight
-    return (rows, zeros.masked_scatter(mask, h)) if entropy else rows
+    rows = trajectories or [Trajectory([0], [0])]  # an empty pass is a pass
+    with silent(model):
+        if packs(model, max(len(t.ids) for t in rows)):
+            head, states = model.get_output_embeddings(), packed_states(model, rows)  # (M, width)
+        else:
+            logits = [plain_logits(model, t.ids, before_actions(t)) for t in rows]
+            head, states = torch.nn.Identity(), torch.cat(logits)  # (M, V)
+
+    def read(states, targets):
+        return read_logits(head(states), targets, temperature, entropy)
+
+    targets = torch.tensor([token for t in rows for token in t.action_ids], device=states.device).long()
+    chunks = zip(states.split(rows_per_chunk), targets.split(rows_per_chunk))
+    parts = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]  # kept: states, no logits
+    mask = action_mask(trajectories, states.device)  # (N, T)
+    zeros = torch.zeros(mask.shape, device=states.device)
+    logp, h = (zeros.masked_scatter(mask, torch.cat(part)) for part in zip(*parts))
+    return (logp, h) if entropy else logp
 
 
 def action_mask(trajectories, device="cpu"):
@@ -548,19 +558,18 @@ def action_mask(trajectories, device="cpu"):
     >>> action_mask([Trajectory([5, 6, 7], [0, 1, 1]), Trajectory([5, 6], [0, 1])]).tolist()
     [[True, True], [True, False]]
     """
-    counts = [count_action_tokens([t]) for t in trajectories]
+    counts = [sum(t.mask) for t in trajectories]
     columns = torch.arange(max(counts, default=0), device=device)
-    return columns < torch.tensor(counts, dtype=torch.long, device=device)[:, None]
+    return columns < torch.tensor(counts, device=device).long()[:, None]
 
 
 def count_action_tokens(trajectories):
-    """Action tokens in all trajectories."""
     return sum(sum(t.mask) for t in trajectories)
 
 
-def longest(trajectories):
-    """Tokens of the longest trajectory; 0 if there is none."""
-    return max((len(t.ids) for t in trajectories), default=0)
+def before_actions(trajectory):
+    """The places at which its action tokens are predicted."""
+    return [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled]
 
 
 def read_logits(logits, targets, temperature, entropy):
@@ -579,225 +588,127 @@ def bounded(log_ratio):
     return log_ratio.nan_to_num(0.0).clamp(-20, 20)
 
 
-def plain_logprobs(model, trajectories, read):
-    """The definition: one pass per trajectory, with the model's own attention."""
-    logps, entropies = [], []
-    for trajectory in trajectories or [Trajectory([0], [0])]:  # an empty pass is a pass
-        ids = torch.tensor([trajectory.ids], device=model.device)
-        places = [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled] or [0]
-        places = torch.tensor(places, device=model.device)  # (n,): where an action token is predicted
-        if accepts(model, "logits_to_keep"):
-            logits = model(ids, use_cache=False, logits_to_keep=places).logits[0]  # (n, V)
-        else:
-            logits = model(ids, use_cache=False).logits[0, places]
-        logp, h = read(logits, torch.tensor(trajectory.action_ids or [0], device=logits.device))
-        n = sum(trajectory.mask)  # a row without an action reads one dummy, which counts for nothing
-        logps.append(logp[:n])
-        entropies.append(h[:n])
-    return torch.cat(logps), torch.cat(entropies)
+def plain_logits(model, ids, places):
+    """The definition: logits (n, V) at n places of one row, read from its beginning by the model as it is."""
+    ids, places = (torch.tensor(x, device=model.device).long() for x in (ids, places))
+    if "logits_to_keep" in inspect.signature(bare(model).forward).parameters:
+        return model(ids[None], use_cache=False, logits_to_keep=places).logits[0]
+    return model(ids[None], use_cache=False).logits[0, places]
 
 
-def packed_logprobs(model, trajectories, read, rows_per_chunk):
-    """The same in one pass. Logits are made chunk by chunk, also in the backward pass: no (M, V)."""
-    ids, positions, layout, readout, targets = pack(trajectories or [Trajectory([0], [0])])
-    head = model.get_output_embeddings()
-    head.forward = lambda hidden: hidden
-    try:
-        hidden = model(
-            torch.tensor([ids], device=model.device),
-            position_ids=torch.tensor([positions], device=model.device),
+def packed_states(model, trajectories):
+    """One pass over many rows. Returns what the head makes logits of, at each action token (M, width)."""
+    ids, positions, layout, places = pack(trajectories)
+    ids, positions, places = (torch.tensor(x, device=model.device).long() for x in (ids, positions, places))
+    attended, layers = [], bare(model).config.num_hidden_layers
+    register_attention()
+    with patch.object(model.get_output_embeddings(), "forward", lambda states: states):
+        states = model(
+            ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=places,
             attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # 4-d: the library builds none
-            layout=layout,
-            use_cache=False,
-            logits_to_keep=torch.tensor(readout or [0], device=model.device),
-        ).logits[0]  # (M, width)
-    finally:
-        del head.forward
-    targets = torch.tensor(targets or [0], device=hidden.device)
-
-    def read_chunk(hidden, targets):
-        return read(head(hidden), targets)
-
-    logps, entropies = [], []
-    for chunk in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk)):
-        logp, h = checkpoint(read_chunk, *chunk, use_reentrant=False)
-        logps.append(logp)
-        entropies.append(h)
-    return torch.cat(logps), torch.cat(entropies)
-
-
-def accepts(model, keyword):
-    """Whether the model's forward takes this keyword."""
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, as PEFT's, takes anything
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return keyword in forward_keywords(type(model))
-
-
-@lru_cache
-def forward_keywords(kind):
-    return set(inspect.signature(kind.forward).parameters)
+            layout=partial(group_attention, layout, attended)).logits[0]  # goes through to the attention
+    if len(attended) != layers:
+        raise RuntimeError(f"{len(attended)} of {layers} layers attend as this type of model does: was their "
+                           "attention replaced? Load the model with attn_implementation='eager'")
+    return states
 
 
 def pack(trajectories):
-    """Lay trajectories out as drawn above.
+    """Lay trajectories out as drawn above, in segments: a prefix or a continuation each.
 
-    Returns ids and positions (L,); layout: for each group [prefix length, continuation lengths ...]; readout
-    (M,): the place that predicts each action token; targets (M,): that token; all in the rows' order.
+    Returns ids and positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,): where
+    each action token is predicted, in the rows' order.
     """
-    ids, positions, layout, readout = [], [], [], {}
+    ids, positions, layout, places = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        base, prefix = len(ids), len(os.path.commonprefix([trajectories[row].ids for row in rows]))
+        start, number, prefix = len(ids), len(layout), shared_prefix(trajectories, rows)
         ids += trajectories[rows[0]].ids[:prefix]
         positions += range(prefix)
-        layout.append([prefix])
+        layout.append((prefix, number))
         for row in rows:
-            trajectory, start = trajectories[row], len(ids)
-            ids += trajectory.ids[prefix:]
-            positions += range(prefix, len(trajectory.ids))
-            layout[-1].append(len(trajectory.ids) - prefix)
-            readout[row] = [base + place - 1 if place <= prefix else start + place - 1 - prefix
-                            for place, sampled in enumerate(trajectory.mask) if sampled]
-    readout = [place for row in range(len(trajectories)) for place in readout[row]]
-    targets = [token for trajectory in trajectories for token in trajectory.action_ids]
-    return ids, positions, layout, readout, targets
+            t, shift = trajectories[row], len(ids) - prefix
+            ids += t.ids[prefix:]
+            positions += range(prefix, len(t.ids))
+            layout.append((len(t.ids) - prefix, number))
+            places[row] = [place + (start if place < prefix else shift) for place in before_actions(t)]
+    return ids, positions, layout, [place for row in sorted(places) for place in places[row]]
 
 
-def group_attention(plain, module, query, key, value, attention_mask, layout=None, scaling=None, **kwargs):
-    """Attention over the layout of `pack`; without one, the library's own, which is `plain`.
+def shared_prefix(trajectories, rows):
+    return len(os.path.commonprefix([trajectories[row].ids for row in rows]))
 
-    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D), None. Sliding windows are
-    left out: `packs` sees to it that no row is longer than the window.
-    """
-    if layout is None:
-        return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    extras = ("softcap", "s_aux", "sinks", "position_bias", "indices")
-    extras = [name for name in extras if kwargs.get(name) is not None]
-    if extras or attention_mask.numel() > 1:
-        raise ValueError(f"its attention has {', '.join(extras) or 'a mask'} of its own")
-    group_attention.calls += 1
+
+def group_attention(layout, attended, module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D), None."""
+    attended.append(module)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary makes them fp32
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
-    out, sizes = [], [sum(lengths) for lengths in layout]
-    for lengths, *group in zip(layout, *(x.split(sizes, 2) for x in (query, key, value))):
-        parts = list(zip(*(x.split(lengths, 2) for x in group)))  # (q, k, v) of prefix and continuations
-        for number, (q, k, v) in enumerate(parts):
-            if number > 0:  # a continuation attends to the prefix and, causally, to itself
-                k, v = torch.cat([parts[0][1], k], 2), torch.cat([parts[0][2], v], 2)
-            if q.shape[2]:
-                causal = causal_lower_right(q.shape[2], k.shape[2])  # flash attention: no mask in memory
-                out.append(F.scaled_dot_product_attention(q, k, v, causal, scale=scaling))
+    q, k, v = (x.split([tokens for tokens, _ in layout], 2) for x in (query, key, value))
+    out = []
+    for n, (tokens, prefix) in enumerate(layout):
+        keys, values = k[n], v[n]
+        if n != prefix:  # a continuation attends to the prefix and, causally, to itself
+            keys, values = (torch.cat([x[prefix], x[n]], 2) for x in (k, v))
+        if tokens:
+            causal = causal_lower_right(tokens, keys.shape[2])  # flash attention: no mask in memory
+            out.append(F.scaled_dot_product_attention(q[n], keys, values, causal, scale=scaling))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):  # for the whole process
-    AttentionInterface.register(_name, partial(group_attention, AttentionInterface()[_name]))
+@cache  # once, at first use
+def register_attention():
+    """From now on the library calls `attention`, which is its own, `plain`, but in a pass with a layout."""
+    def attention(plain, module, query, key, value, attention_mask, layout=None, **kwargs):
+        return (layout or plain)(module, query, key, value, attention_mask, **kwargs)
+
+    for name in KERNELS:
+        AttentionInterface.register(name, partial(attention, AttentionInterface()[name]))
 
 
-# ----- A, continued: what a model takes, and in what passes
-
-_TRIALS = WeakKeyDictionary()  # model -> {(what, attention): why not, or None}
+def bare(model):
+    """The library's model in what PEFT or torch.compile has wrapped around it."""
+    if not hasattr(model, "config"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers: give the one in it (.module)")
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def packs(model, longest_row):
-    """Whether groups of rows up to this length may be packed. The first time for a model it makes a trial."""
-    return not trial(model, "packed", packing_trial) and longest_row <= attention_window(model.config)
-
-
-def trial(model, what, compare):
-    """Why the model cannot be run in this way, or None. Found once, told once, the same on every process.
-
-    compare(model, ids) -> (our log-probs, those of the definition) on made-up ids.
-    """
-    trials, key = _TRIALS.setdefault(model, {}), (what, model.config._attn_implementation)
-    if key not in trials:
-        model.eval()
-        known = model.get_input_embeddings().weight.shape[0]
-        ids = [token % known for token in range(3, 80, 5)]  # 16 of them
-        with torch.no_grad():
-            pair = torch.tensor([ids[:9], ids[:8] + ids[9:10]], device=model.device)
-            before, other = (model(row[None], use_cache=False).logits[0, :8] for row in pair)
-            # computed in 16 bits, also from fp32 weights: under autocast, sharded, and if cast back to fp32
-            coarse = any((before == before.to(kind)).all() for kind in (torch.bfloat16, torch.float16))
-            check_numbers(before)
-            if (before - other).abs().max() > (0.3 if coarse else 1e-3):
-                raise ValueError(f"{type(model).__name__} is no causal language model: its logits look ahead")
-            try:
-                ours, plain = compare(model, ids)
-                by = (ours - plain).abs()
-                # bf16 alone makes single log-probs of a real model differ by .4, but .02 to .1 on average
-                same = by.mean() < 0.2 if coarse else by.max() < 1e-3
-                trials[key] = None if same else f"its log-probs would differ by {by.max():.2g}"
-            except torch.OutOfMemoryError:  # says nothing about the model
-                raise
-            except Exception as error:  # whatever a model says to a layout or a cache that it does not know
-                trials[key] = str(error).partition("\n")[0] or type(error).__name__
-                if hasattr(model, "reset_iter_state"):  # FSDP2 would take the next pass for the rest of this
-                    model.reset_iter_state()
-        if trials[key]:
-            warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, "
-                          f"right but slower: {trials[key]}", stacklevel=4)
-    return trials[key]
-
-
-def check_numbers(logits):
-    if logits.isnan().any():
-        raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
-
-
-def packing_trial(model, ids):
-    check_places(model)
-    config = model.config.get_text_config()
-    if any("soft" in name and "cap" in name and value for name, value in vars(config).items()):
-        raise ValueError("its attention or its logits have a soft-cap")  # too gentle for bf16 to show it
-    rows = [Trajectory(ids[:6] + ids[n : n + k], [0] * 5 + [1] * (k + 1), group=n % 2)
-            for n, k in ((7, 5), (2, 3), (5, 8), (9, 1))]
-    read = partial(read_logits, temperature=1.0, entropy=False)
-    group_attention.calls, layers = 0, config.num_hidden_layers
-    packed, _ = packed_logprobs(model, rows, read, rows_per_chunk=5)
-    if group_attention.calls != layers:
-        kind = model.config._attn_implementation
-        raise ValueError(f"{group_attention.calls} of its {layers} layers attend by our form of {kind!r}")
-    return packed, plain_logprobs(model, rows, read)[0]
-
-
-def check_places(model):
-    """ValueError for Llama-4's attention: it scales queries by their place in the pass, not their position,
-    and only beyond 8,192 places, which no trial reaches."""
-    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
-        raise ValueError("its attention depends on places in the pass (attn_temperature_tuning)")
-
-
-def attention_window(config):
-    """The shortest sliding window, chunk or choice of tokens of any layer; infinite where there is none."""
-    config = config.get_text_config()
-    if set(getattr(config, "layer_types", None) or [None]) == {"full_attention"}:
-        return math.inf
-    names = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "local_attention",
-             "attention_window_size", "attention_chunk_size", "index_topk", "indexer_budget")
-    sizes = [getattr(config, name, None) for name in names]
-    return min([size for size in sizes if isinstance(size, int) and size > 0], default=math.inf)
+    """Whether groups of rows up to this length are packed. If not, a warning says so."""
+    config = bare(model).config
+    tested = config.model_type in PACKED and config._attn_implementation in KERNELS
+    capped = any("softcap" in name and value for name, value in vars(config).items())
+    if tested and not capped and longest_row <= (getattr(config, "sliding_window", None) or math.inf):
+        return True
+    warnings.warn(
+        f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED (appendix A), "
+        f"its attention is none of {KERNELS}, it caps logits, or a row is longer than a window", stacklevel=1)
+    return False
 
 
 def context_length(config):
-    """Tokens that a row may have: the model's positions, or fewer where its rope changes with the length.
+    """Tokens that a row may have: the model's positions, unless its rope says otherwise.
 
-    Rope of type "dynamic" or "longrope" rescales every position of a batch once its longest row passes a
-    limit: tokens sampled before could not be scored after it.
+    "yarn" stretches them. "dynamic" and "longrope" change every position of a batch once its longest row
+    passes a limit: tokens sampled before could not be scored after it. So does Llama-4's temperature.
     """
     config = config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if getattr(config, "attn_temperature_tuning", False):
+        context = min(context, config.floor_scale - 1)
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *rope.values()]:  # one for all layers, or one for each type of layer
-        kind = str(parameters.get("rope_type")) if isinstance(parameters, dict) else ""
-        if re.search("dynamic|longrope", kind):
-            limits.append(parameters.get("original_max_position_embeddings"))
-    return min([limit for limit in limits if isinstance(limit, int) and limit > 0], default=math.inf)
+    for one in [rope, *rope.values()]:  # for all layers, or for each type of layer
+        trained = isinstance(one, dict) and one.get("original_max_position_embeddings")
+        if trained and one["rope_type"] in ("dynamic", "longrope"):
+            context = min(context, trained)
+        elif trained and one["rope_type"] == "yarn":
+            context = max(context, int(trained * (one.get("factor") or 1)))
+    return context
 
 
 def check_rows(model, rows):
-    """ValueError for rows of ids that the model cannot read: too long, or with ids that have no embedding."""
-    longest_row, context = max(map(len, rows), default=0), context_length(model.config)
-    if longest_row > context:
+    """ValueError for rows of ids that the model cannot read, or for a model that cannot be used."""
+    config, longest_row = bare(model).config, max(map(len, rows), default=0)
+    if longest_row > (context := context_length(config)):
         raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or "
                          "the length at which its rope changes): lower max_tokens")
     largest = max((max(ids) for ids in rows if ids), default=0)
@@ -806,29 +717,34 @@ def check_rows(model, rows):
                          "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
+    ahead = not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False)
+    if config.model_type not in PACKED | BATCHED:  # nobody has tested it
+        with torch.no_grad(), silent(model):
+            one, other = (plain_logits(model, [1, 2, last], [0, 1]).float() for last in (3, 4))
+        ahead = ahead or (one - other).abs().max() > 0.05 * one.std()
+    if ahead:
+        raise ValueError(f"{config.model_type} is no causal language model: its logits look ahead")
 
 
 def passes(model, trajectories, tokens_per_pass):
     """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
-    Cut greedily, group by group: a group that fits stays together, another is split. A longer row is a pass
-    of its own, and so is every row of a model that is not packed. All processes make the same number of
-    passes, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
+    is every row of a model that is not packed. All processes make the same number of passes, the last ones
+    empty where there is less to do.
     """
-    packed = packs(model, max(from_all([longest(trajectories)])))  # the same answer on every process
-    cut, room = [], 0  # room: tokens that still fit into the last pass
+    packed = packs(model, max(from_all([len(t.ids) for t in trajectories]), default=0))  # the same on all
+    cut, used = [], math.inf  # used: tokens in the last pass; inf: begin another
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        prefix = len(os.path.commonprefix([trajectories[row].ids for row in rows]))
-        own = [len(trajectories[row].ids) - prefix for row in rows]  # tokens beyond the prefix
-        if prefix + sum(own) > room:
-            room = 0
-        for tokens, row in zip(own, rows):
-            new = not packed or room < tokens + (prefix if row == rows[0] else 0)
-            if new:
+        prefix = shared_prefix(trajectories, rows)
+        own = [len(trajectories[row].ids) - prefix for row in rows]
+        used = used + prefix if used + prefix + sum(own) <= tokens_per_pass else math.inf
+        for row, tokens in zip(rows, own):
+            if used + tokens > tokens_per_pass or not packed:
                 cut.append([])
-                room = tokens_per_pass
+                used = prefix
             cut[-1].append(row)
-            room -= tokens + (prefix if new or row == rows[0] else 0)
+            used += tokens
     return cut + [[]] * (max(from_all([len(cut)])) - len(cut))
 
 
@@ -844,27 +760,17 @@ def reference_logprobs(model, ref_model, trajectories, temperature):
     return logp
 
 
-def silence(model):
-    """Evaluation mode: no dropout, no router noise. Gradient checkpointing, which the library has in training
-    mode only, stays on: its layers, and nothing in them, are told that they train, until they really run."""
+@contextmanager
+def silent(model):
+    """Evaluation mode: no dropout, router noise, layer drop. Gradient checkpointing, which the library has in
+    training mode only, is on within."""
     model.eval()
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training, run = torch.is_grad_enabled(), layer._gradient_checkpointing_func
-            if getattr(run, "func", None) is not _run_silently:
-                layer._gradient_checkpointing_func = partial(_run_silently, run)
-
-
-def _run_silently(run, forward, *args):
-    def silent(*args):
-        layer = forward.args[0]
-        training, layer.training = layer.training, False
-        try:
-            return forward(*args)
-        finally:
-            layer.training = training
-
-    return run(silent, *args)
+    with ExitStack() as restoring:
+        for layer in model.modules() if torch.is_grad_enabled() else []:
+            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+                again = partial(layer._gradient_checkpointing_func, layer.forward, use_reentrant=False)
+                restoring.enter_context(patch.object(layer, "forward", again))
+        yield
 
 
 # ===== B. Envs and policies =================================================================================
@@ -872,9 +778,9 @@ def _run_silently(run, forward, *args):
 # is sampled from exactly softmax(logits / temperature), and what was said is read once while its cache fits.
 
 import copy
+import operator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from operator import index
+from contextlib import suppress
 
 from transformers import DynamicCache
 
@@ -890,48 +796,48 @@ class CheckedEnv:
         self.env, self.row, self.turn = env, row, 0
 
     def reset(self):
-        return copy.deepcopy(self._messages("reset"))  # kept as the opening: the env may change its own
+        return copy.deepcopy(self._ask("reset"))  # kept as the opening: the env may change its own
 
     def step(self, text):
         self.turn += 1
-        messages = self._messages("step", text)
-        if any(message["role"] == "assistant" for message in messages or ()):
-            raise self._error("step", "returned an assistant message: it must return only what is new, and "
-                              "the env does not speak for the assistant")
-        return messages
+        return self._ask("step", text)
 
     def reward(self):
-        answer = self._call("reward")
-        with suppress(Exception):  # a numeric string is no number
-            R = round(float(answer + 0), 9)  # six sixths are 1
-            if 0 <= R <= 1:
-                return abs(R)  # no -0
-        raise self._error("reward", f"returned {answer!r}: rewards must be finite numbers in [0, 1]")
+        return self._ask("reward")
 
     def close(self):
         if hasattr(self.env, "close"):
-            self._call("close")
+            self._ask("close")
 
-    def _messages(self, method, *arguments):
-        answer = self._call(method, *arguments)
-        if answer is None and method == "step":  # the conversation is over
-            return None
-        messages = answer if isinstance(answer, list) and answer else [None]
-        if all(isinstance(message, dict) and isinstance(message.get("role"), str)
-               and isinstance(message.get("content"), str) for message in messages):
-            return messages
-        raise self._error(method, "must return a non-empty list of {'role': str, 'content': str}, got "
-                          f"{answer!r}")
-
-    def _call(self, method, *arguments):
+    def _ask(self, method, *arguments):
         try:
-            return getattr(self.env, method)(*arguments)
+            answer = getattr(self.env, method)(*arguments)
+            if method == "reward":
+                return checked_reward(answer)
+            if method == "close" or method == "step" and answer is None:
+                return None
+            return checked_messages(answer, only_new=method == "step")
         except Exception as error:
-            raise self._error(method, f"raised {type(error).__name__}: {error}") from error
+            place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
+            raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
-    def _error(self, method, what):
-        kind = type(self.env).__name__
-        return RolloutError(f"env {self.row} ({kind}), turn {self.turn}: env.{method}() {what}")
+
+def checked_messages(answer, only_new):
+    for message in answer if isinstance(answer, list) and answer else [None]:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
+        if only_new and texts[0] == "assistant":
+            raise TypeError("an env gives only what is new, and does not speak for the assistant")
+    return answer
+
+
+def checked_reward(answer):
+    with suppress(Exception):  # a numeric string is no number
+        R = round(float(answer + 0), 9)  # six sixths are 1
+        if 0 <= R <= 1:
+            return abs(R)  # no -0
+    raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
 
 @contextmanager
@@ -948,7 +854,7 @@ def open_envs(envs, policy, max_turns, max_tokens, threads):
                 opened.append(CheckedEnv(env, len(opened)))
                 closing.callback(opened[-1].close)
         except Exception as error:
-            raise RolloutError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
+            raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
         if len({id(checked.env) for checked in opened}) < len(opened):
             raise ValueError("one env object is given for several rollouts: make a fresh env for each")
         if threads > 1:
@@ -978,9 +884,9 @@ def ask_policy(policy, prompts, turn):
     try:
         sampled = policy(prompts)
     except Exception as error:
-        raise RolloutError(f"turn {turn}: the policy raised {type(error).__name__}: {error}") from error
+        raise RolloutError(f"turn {turn}: the policy: {type(error).__name__}: {error}") from error
     with suppress(TypeError):  # text in place of ids, or no lists at all
-        actions = [[index(token) for token in ids] for ids in sampled]
+        actions = [[operator.index(token) for token in ids] for ids in sampled]
         if len(actions) == len(prompts) and all(actions):
             return actions
     raise RolloutError(f"turn {turn}: the policy must return one non-empty list of ids for each of its "
@@ -991,8 +897,8 @@ def warn_if_none_ended(trajectories, chat):
     """Where no action at all has an end, the policy leaves it out, or its limit is too low."""
     said = [token for t in trajectories for token in t.action_ids]
     if said and not chat.stop_ids.intersection(said):
-        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut off: "
-                      "a policy must return the stop id too; or raise max_new_tokens", stacklevel=3)
+        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut "
+                      "off: a policy must return that id too; or raise max_new_tokens", stacklevel=3)
 
 
 def scripted_policy(texts, tokenizer):
@@ -1036,11 +942,22 @@ def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generato
     `rcgrpo_step` scores at its `temperature`. What it has read is forgotten when the weights change.
     """
     stop_ids = chat_format(tokenizer).stop_ids
+    ends = getattr(bare(model).generation_config, "eos_token_id", None) or []
+    if others := {*(ends if isinstance(ends, list) else [ends])} - stop_ids:
+        warnings.warn(f"the model's generation_config also ends at ids {sorted(others)}, at which no action "
+                      "ends here: if one should, make it the tokenizer's eos_token", stacklevel=2)
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator, cache_tokens)
 
 
+# With states, convolutions, sinks, chunks: rows can share the library's own cache, but not go on from it.
+BATCHED = set("""
+    bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe qwen3_5_moe_text
+    qwen3_5_text qwen3_next""".split())
+
+
 class ModelPolicy:
-    """What `model_policy` returns. It keeps the ids that it has read in each conversation, cached."""
+    """What `model_policy` returns. A type in PACKED keeps keys and values for the next turn, one in BATCHED
+    until its actions end; all others read a row again, from its beginning, for each token."""
 
     READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
 
@@ -1050,93 +967,74 @@ class ModelPolicy:
                              f"{temperature}, {max_new_tokens}, {cache_tokens}")
         self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
         self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
-        self.max_tokens = context_length(model.config)  # `rollout` ends what is longer
-        self._begin(0)
-
-    @torch.no_grad()
-    def __call__(self, prompts):
-        """N lists of ids -> N lists of sampled ids."""
-        prompts = [list(prompt) for prompt in prompts]
-        if not all(prompts) or max(map(len, prompts)) >= self.max_tokens:
-            lengths = [len(prompt) for prompt in prompts]
-            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
-        check_rows(self.model, prompts)
-        training, alone = self.model.training, not pads(self.model)
-        self.model.eval()  # no dropout, no router noise
-        parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
-        sampled = {}
-        try:
-            for rows in parts:
-                sample_part = self._sample_alone if alone else self._sample_together
-                sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
-        except BaseException:
-            self._begin(0)  # what was being read is half there
-            raise
-        finally:
-            self.model.train(training)
-        return [sampled[row] for row in range(len(prompts))]
+        config = bare(model).config
+        self.max_tokens = context_length(config)  # `rollout` ends what is longer
+        self.window = getattr(config, "sliding_window", None) or math.inf
+        self.keeps, self.batches = config.model_type in PACKED, config.model_type in PACKED | BATCHED
+        self.close()
 
     def close(self):
         """Forget what was read, and free its memory. The next call reads anew."""
-        self._begin(0)
+        self._begin([])
 
-    def _parts(self, prompts):
-        """Rows that are sampled together: all, if their keys and values fit."""
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """N lists of ids -> N lists of sampled ids. The model is left in evaluation mode."""
+        prompts = [list(prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        if not all(lengths) or max(lengths) >= self.max_tokens:
+            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
+        check_rows(self.model, prompts)
+        self.model.eval()
+        together = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
+        parts = range(0, len(prompts), max(1, together))
+        return [action for n in parts for action in self._sample(prompts[n : n + max(1, together)])]
 
-        def tokens(rows):
-            return len(rows) * (max(len(prompts[row]) for row in rows) + self.max_new_tokens)
-
-        every = list(range(len(prompts)))
-        if tokens(every) <= self.cache_tokens:
-            return [every]
-        parts = [[]]
-        for row in sorted(every, key=lambda row: len(prompts[row])):  # all of a part are padded to its last
-            if parts[-1] and tokens([*parts[-1], row]) > self.cache_tokens:
-                parts.append([])
-            parts[-1].append(row)
-        return parts
-
-    def _sample_together(self, prompts):
-        rows = self._recall(prompts)
-        if rows is None:
-            different = list(dict.fromkeys(map(tuple, prompts)))
-            self._begin(len(different))
-            if len(different) < len(prompts):  # the rollouts of a task under one reward token: read it once
-                self._feed([list(prompt[:-1]) for prompt in different])
-            rows = [different.index(tuple(prompt)) for prompt in prompts]
+    def _sample(self, prompts):
+        rows = self._recall(prompts) or self._begin(prompts)
+        weights, self.weights = self.weights, None  # what fails in between is not gone on with
         self._select(rows)
-        logits = self._feed([prompt[len(read) :] for prompt, read in zip(prompts, self.read)])  # (N, V)
-        return self._draw(prompts, logits, self._feed)
+        new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
+        room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
+        actions, talking = [[] for _ in prompts], set(range(len(prompts)))
+        while talking:
+            drawn = self._draw(self._feed(new))  # for all: a row does not depend on which others are over
+            new = [[token] if row in talking else [] for row, token in enumerate(drawn)]
+            for row in list(talking):
+                actions[row] += new[row]
+                if new[row][0] in self.stop_ids or len(actions[row]) == room[row]:
+                    talking.remove(row)
+        self.weights = weights
+        return actions
 
-    def _sample_alone(self, prompts):
-        """One row, for models that padding disturbs: with the library's cache for it, or with none."""
-        cached, read = not trial(self.model, "read in pieces", caching_trial), []
-        cache = DynamicCache(config=self.model.config) if cached else None
+    def _draw(self, logits):
+        """N tokens from softmax(logits (N, V) / temperature)."""
+        if logits.isnan().any():
+            raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        probabilities = (logits / self.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].tolist()
 
-        def feed(new):
-            read.extend(new[0])
-            if not cached:
-                return next_logits(self.model, [read])
-            positions = torch.arange(len(read) - len(new[0]), len(read), device=self.model.device)
-            return next_logits(self.model, new, cache, position_ids=positions[None])
-
-        return self._draw(prompts, feed(prompts), feed)
-
-    def _begin(self, rows):
-        """Forget everything. An empty cache for this many rows."""
-        self.read = [[] for _ in range(rows)]
-        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # slots, not padding
-        self.cache = DynamicCache()  # without a config all layers keep all slots
+    def _begin(self, prompts):
+        """An empty cache with a row for each different prompt. Returns the row of each."""
+        different = list(dict.fromkeys(map(tuple, prompts)))
+        self.read = [[] for _ in different]
+        self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
+        self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
         self.weights = weights_version(self.model)
+        if self.keeps and len(different) < len(prompts):
+            self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
+        return [different.index(tuple(prompt)) for prompt in prompts]
 
     def _recall(self, prompts):
         """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        longest_row = max(map(len, prompts)) + self.max_new_tokens
-        if self.weights != weights_version(self.model) or longest_row > attention_window(self.model.config):
-            return None  # a window counts slots, and a cache that is gone on with has gaps
-        rows, left = [], iter(range(len(self.read)))
+        longest = max(map(len, prompts)) + self.max_new_tokens
+        if not self.keeps or longest > self.window or self.weights != weights_version(self.model):
+            return None  # (a window counts slots, and a cache that is gone on with has gaps)
+        rows = []
         for prompt in prompts:
-            for row in left:
+            for row in range(rows[-1] + 1 if rows else 0, len(self.read)):
                 if self.read[row] == prompt[: len(self.read[row])] and len(self.read[row]) < len(prompt):
                     rows.append(row)
                     break
@@ -1148,7 +1046,7 @@ class ModelPolicy:
         padding = real.shape[1] - int(real.sum(1).max())
         order = real.byte().argsort(dim=1, stable=True)[:, padding:]
         for layer in self.cache.layers:
-            if layer.is_initialized:  # (N, heads, slots, D) -> (N, heads, n, D)
+            if self.keeps and layer.is_initialized:  # (N, heads, slots, D) -> (N, heads, n, D)
                 layer.keys, layer.values = (
                     x[rows].gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
                     for x in (layer.keys, layer.values))
@@ -1157,48 +1055,22 @@ class ModelPolicy:
 
     def _feed(self, new):
         """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
-        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
-        padding = [width - len(ids) for ids in new]  # on the left: the last column is real
-        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
-        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
-        self.real = torch.cat([self.real, real], 1)
         self.read = [read + ids for read, ids in zip(self.read, new)]
+        if not self.batches:
+            return plain_logits(self.model, self.read[0], [-1]).float()
+        width, past, device = max(map(len, new)), self.real.shape[1], self.real.device
+        block = torch.tensor([[0] * (width - len(ids)) + ids for ids in new], device=device)
+        real = torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in new], device=device)
+        self.real = torch.cat([self.real, real], 1)
         positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
-        step = max(1, self.READ_AT_ONCE // len(new))
+        step = max(1, self.READ_AT_ONCE // len(new)) if self.keeps else width
         for start in range(0, width, step):
             end = min(width, start + step)
-            mask = self.real[:, : past + end].long()
-            logits = next_logits(self.model, block[:, start:end], self.cache, mask, positions[:, start:end])
-        return logits
-
-    def _draw(self, prompts, logits, feed):
-        """Sample token by token. Rows that are over stay in the draw: others do not depend on them."""
-        actions, talking = [[] for _ in prompts], set(range(len(prompts)))
-        room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
-        while True:
-            check_numbers(logits)
-            if self.temperature == 0:
-                drawn = logits.argmax(-1)
-            else:
-                probabilities = (logits / self.temperature).softmax(-1)
-                drawn = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
-            said = [[token] if row in talking else [] for row, token in enumerate(drawn.tolist())]
-            for row in list(talking):
-                actions[row] += said[row]
-                if said[row][0] in self.stop_ids or len(actions[row]) == room[row]:
-                    talking.discard(row)
-            if not talking:
-                return actions
-            logits = feed(said)
-
-
-def next_logits(model, ids, cache=None, attention_mask=None, position_ids=None):
-    """Logits (N, V), fp32, after the last of ids (N, L), which go on from what the cache holds."""
-    given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-    given["logits_to_keep"] = 1
-    given = {name: value for name, value in given.items() if value is not None and accepts(model, name)}
-    ids = torch.as_tensor(ids, device=model.device)
-    return model(ids, use_cache=cache is not None, **given).logits[:, -1].float()
+            logits = self.model(
+                block[:, start:end], attention_mask=self.real[:, : past + end].long(),
+                position_ids=positions[:, start:end], cache=self.cache, use_cache=True, logits_to_keep=1,
+            ).logits
+        return logits[:, -1].float()
 
 
 def weights_version(model):
@@ -1207,32 +1079,6 @@ def weights_version(model):
                 if isinstance(getattr(m, "active_adapters", None), list)]
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]  # if sharded, ours
     return adapters, [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
-
-
-def pads(model):
-    """Whether rows of different lengths may share a cache."""
-    return not trial(model, "padded", padding_trial)
-
-
-def padding_trial(model, ids):
-    """Rows of different lengths in one cache, gone on with in another order, against plain passes."""
-    check_places(model)
-    policy = ModelPolicy(model, (), 0, 1)
-    policy._begin(2)
-    policy._feed([ids[:9], ids[3:7]])
-    policy._select([1, 0, 0])
-    ours = policy._feed([ids[:1], ids[1:4], ids[5:7]])
-    plain = torch.cat([next_logits(model, [row]) for row in policy.read])
-    return ours.log_softmax(-1)[:, ids], plain.log_softmax(-1)[:, ids]
-
-
-def caching_trial(model, ids):
-    """One row read in pieces, with the library's own cache, against a plain pass."""
-    cache = DynamicCache(config=model.config)
-    for start, end in ((0, 9), (9, 10), (10, 11)):
-        positions = torch.arange(start, end, device=model.device)[None]
-        ours = next_logits(model, [ids[start:end]], cache, position_ids=positions)
-    return ours.log_softmax(-1)[:, ids], next_logits(model, [ids[:11]]).log_softmax(-1)[:, ids]
 
 
 # ===== C. Chat templates ====================================================================================
@@ -1467,9 +1313,7 @@ def temperature_of(policy):
 
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for what cannot train, or not as it should."""
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"give the model inside of {type(model).__name__} (model.module): for many "
-                         "processes it is sharded by FSDP2, as in train_bfcl.py")
+    bare(model)  # or an error: many processes share a model by FSDP2, not by a wrapper
     if not (isinstance(tokens_per_pass, int) and tokens_per_pass >= 1):
         raise ValueError(f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
     if not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
