@@ -539,13 +539,9 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
         else:
             logits = [plain_logits(model, t.ids, before_actions(t)) for t in rows]
             head, states = torch.nn.Identity(), torch.cat(logits)  # (M, V)
-
-    def read(states, targets):
-        return read_logits(head(states), targets, temperature, entropy)
-
     targets = torch.tensor([token for t in rows for token in t.action_ids], device=states.device).long()
-    chunks = zip(states.split(rows_per_chunk), targets.split(rows_per_chunk))
-    parts = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]  # kept: states, no logits
+    read = partial(checkpoint, read_chunk, head, temperature, entropy, use_reentrant=False)
+    parts = map(read, states.split(rows_per_chunk), targets.split(rows_per_chunk))
     mask = action_mask(trajectories, states.device)  # (N, T)
     zeros = torch.zeros(mask.shape, device=states.device)
     logp, h = (zeros.masked_scatter(mask, torch.cat(part)) for part in zip(*parts))
@@ -572,9 +568,9 @@ def before_actions(trajectory):
     return [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled]
 
 
-def read_logits(logits, targets, temperature, entropy):
-    """log pi and entropy (M,) of targets (M,) under softmax(logits (M, V) / temperature), in fp32."""
-    logits = logits.float() / temperature
+def read_chunk(head, temperature, entropy, states, targets):
+    """log pi and entropy (M,) of targets (M,) under softmax(head(states) (M, V) / temperature), in fp32."""
+    logits = head(states).float() / temperature  # not kept, but made again in the backward pass
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
     if not entropy:
@@ -606,7 +602,8 @@ def packed_states(model, trajectories):
         states = model(
             ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=places,
             attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # 4-d: the library builds none
-            layout=partial(group_attention, layout, attended)).logits[0]  # goes through to the attention
+            layout=partial(group_attention, layout, attended),  # a function: FSDP2 copies lists
+            output_router_logits=False).logits[0]
     if len(attended) != layers:
         raise RuntimeError(f"{len(attended)} of {layers} layers attend as this type of model does: was their "
                            "attention replaced? Load the model with attn_implementation='eager'")
@@ -677,11 +674,12 @@ def packs(model, longest_row):
     config = bare(model).config
     tested = config.model_type in PACKED and config._attn_implementation in KERNELS
     capped = any("softcap" in name and value for name, value in vars(config).items())
-    if tested and not capped and longest_row <= (getattr(config, "sliding_window", None) or math.inf):
+    window = getattr(config, "sliding_window", None) or math.inf
+    if tested and not capped and longest_row <= window:
         return True
-    warnings.warn(
-        f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED (appendix A), "
-        f"its attention is none of {KERNELS}, it caps logits, or a row is longer than a window", stacklevel=1)
+    warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
+                  f"(add it if `pytest -k listed` then passes), its attention is none of {KERNELS}, it caps "
+                  "its logits, or a row is longer than its window", stacklevel=1)
     return False
 
 
@@ -698,9 +696,9 @@ def context_length(config):
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *rope.values()]:  # for all layers, or for each type of layer
         trained = isinstance(one, dict) and one.get("original_max_position_embeddings")
-        if trained and one["rope_type"] in ("dynamic", "longrope"):
+        if trained and one.get("rope_type") in ("dynamic", "longrope"):
             context = min(context, trained)
-        elif trained and one["rope_type"] == "yarn":
+        elif trained and one.get("rope_type") == "yarn":
             context = max(context, int(trained * (one.get("factor") or 1)))
     return context
 
@@ -750,11 +748,9 @@ def passes(model, trajectories, tokens_per_pass):
 
 def reference_logprobs(model, ref_model, trajectories, temperature):
     """`action_logprobs` of the frozen model, without gradient."""
-    adapter_off = nullcontext()
-    if not hasattr(ref_model, "config"):  # a PEFT model's disable_adapter
-        ref_model, adapter_off = model, ref_model()
-    with torch.no_grad(), adapter_off:
-        logp = action_logprobs(ref_model, trajectories, temperature)
+    adapter = not hasattr(ref_model, "config")  # it is a PEFT model's disable_adapter
+    with torch.no_grad(), ref_model() if adapter else nullcontext():
+        logp = action_logprobs(model if adapter else ref_model, trajectories, temperature)
     if hasattr(ref_model, "reshard"):  # sharded: no backward pass will free its gathered weights
         ref_model.reshard()
     return logp
@@ -971,10 +967,13 @@ class ModelPolicy:
         self.max_tokens = context_length(config)  # `rollout` ends what is longer
         self.window = getattr(config, "sliding_window", None) or math.inf
         self.keeps, self.batches = config.model_type in PACKED, config.model_type in PACKED | BATCHED
+        if not self.batches:
+            packs(model, 0)  # warns that it is slow
         self.close()
 
     def close(self):
         """Forget what was read, and free its memory. The next call reads anew."""
+        self.weights = None
         self._begin([])
 
     @torch.no_grad()
@@ -986,14 +985,15 @@ class ModelPolicy:
             raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
         check_rows(self.model, prompts)
         self.model.eval()
-        together = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
-        parts = range(0, len(prompts), max(1, together))
-        return [action for n in parts for action in self._sample(prompts[n : n + max(1, together)])]
+        fit = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
+        parts = [prompts[n : n + max(1, fit)] for n in range(0, len(prompts), max(1, fit))]
+        return [action for part in parts for action in self._sample(part)]
 
     def _sample(self, prompts):
-        rows = self._recall(prompts) or self._begin(prompts)
-        weights, self.weights = self.weights, None  # what fails in between is not gone on with
-        self._select(rows)
+        weights = weights_version(self.model)
+        rows = self._recall(prompts) if self.weights == weights else None
+        self.weights = None  # if anything fails before the end, it is not gone on with
+        self._select(self._begin(prompts) if rows is None else rows)
         new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
@@ -1022,15 +1022,13 @@ class ModelPolicy:
         self.read = [[] for _ in different]
         self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
         self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
-        self.weights = weights_version(self.model)
         if self.keeps and len(different) < len(prompts):
             self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
         return [different.index(tuple(prompt)) for prompt in prompts]
 
     def _recall(self, prompts):
         """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        longest = max(map(len, prompts)) + self.max_new_tokens
-        if not self.keeps or longest > self.window or self.weights != weights_version(self.model):
+        if not self.keeps or max(map(len, prompts)) + self.max_new_tokens > self.window:
             return None  # (a window counts slots, and a cache that is gone on with has gaps)
         rows = []
         for prompt in prompts:
@@ -1069,7 +1067,7 @@ class ModelPolicy:
             logits = self.model(
                 block[:, start:end], attention_mask=self.real[:, : past + end].long(),
                 position_ids=positions[:, start:end], cache=self.cache, use_cache=True, logits_to_keep=1,
-            ).logits
+                output_router_logits=False).logits
         return logits[:, -1].float()
 
 

@@ -1076,8 +1076,9 @@ OF_TYPE = {
     "cohere": dict(logit_scale=0.1), "llama": dict(rope_parameters=YARN, max_position_embeddings=64),
     "phi3": dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=262144),
     "seed_oss": dict(attention_dropout=0.3, residual_dropout=0.3), "phi": dict(resid_pdrop=0.3),
-    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "mixtral": dict(router_jitter_noise=0.3),
-    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5), "phimoe": dict(router_jitter_noise=0.3),
+    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "phimoe": dict(router_jitter_noise=0.3),
+    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5),
+    "mixtral": dict(router_jitter_noise=0.3, output_router_logits=True),
 }
 # Row by row: biases of place, states, convolutions, masks that go by keyword, what a setting adds to a type.
 OTHERS = [
@@ -1201,35 +1202,29 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
-def test_one_pass_over_groups_equals_one_pass_a_row():
-    trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
+def test_one_pass_over_groups_equals_one_pass_a_row_and_makes_logits_chunk_by_chunk():
+    trajectories, model, made = groups_of_every_kind()["mixed"], tiny_model(50), []
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
-    expected, fed = with_gradients(model, logp), feeds(model)
+    expected, fed, head = with_gradients(model, logp), feeds(model), model.get_output_embeddings()
+    head.register_forward_hook(lambda head, args, out: made.append(len(out)) if out.shape[-1] == 50 else None)
     logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
+    actions = sum(sum(t.mask) for t in trajectories)
+    assert len(fed) == 1 and sum(made) == actions and max(made) == 5  # where actions are predicted
     assert_same(with_gradients(model, logp), expected)
     assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
-    assert len(fed) == 1
-
-
-def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
-    trajectories, model, rows = groups_of_every_kind()["conditioned"], tiny_model(50), []
-    fed, head = feeds(model), model.get_output_embeddings()
-    head.register_forward_hook(lambda head, args, out: rows.append(len(out)) if out.shape[-1] == 50 else None)
-    logp = action_logprobs(model, trajectories, rows_per_chunk=4)
-    actions = sum(sum(t.mask) for t in trajectories)
-    assert fed == [(1, 20 + sum(len(t.ids) - 20 for t in trajectories))]
-    assert sum(rows) == actions and max(rows) == 4
-    logp.sum().backward()  # nothing was kept: each chunk is made again
-    assert sum(rows) == 2 * actions and max(rows) == 4
+    assert sum(made) == 2 * actions and max(made) == 5  # none was kept
+    group = groups_of_every_kind()["conditioned"]
+    action_logprobs(model, group)
+    assert fed[1] == (1, 20 + sum(len(t.ids) - 20 for t in group))  # what they share is read once
 
 
 def test_the_entropy_is_finite_where_tokens_are_impossible():
-    logits, two = torch.tensor([[1.0, -math.inf, 1.0]]), torch.tensor([2])
-    logp, entropy = rcgrpo.read_logits(logits, two, 1.0, entropy=True)
+    head, two = torch.nn.Identity(), torch.tensor([2])
+    logp, entropy = rcgrpo.read_chunk(head, 1.0, True, torch.tensor([[1.0, -math.inf, 1.0]]), two)
     assert logp.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
     coarse = torch.tensor([[1.5, 20.0, 19.0]]).bfloat16()  # is divided by the temperature in fp32
-    logp, _ = rcgrpo.read_logits(coarse, two, 0.7, entropy=False)
-    assert torch.equal(logp, rcgrpo.read_logits(coarse.float(), two, 0.7, entropy=False)[0])
+    logp, _ = rcgrpo.read_chunk(head, 0.7, False, coarse, two)
+    assert torch.equal(logp, rcgrpo.read_chunk(head, 0.7, False, coarse.float(), two)[0])
 
 
 @pytest.mark.parametrize("kind, settings, length", [
@@ -1349,7 +1344,7 @@ def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_
     monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 2])  # another process's two passes
     assert rcgrpo.passes(model, [], 1) == [[], []] and len(rcgrpo.passes(model, batch, 10**6)) == 2
     monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 41])  # another's row beyond the window
-    with pytest.warns(UserWarning, match="longer than a window"):
+    with pytest.warns(UserWarning, match="longer than its window"):
         parts = rcgrpo.passes(model, batch, 10**6)
     assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[]] * 38
 
@@ -1453,10 +1448,10 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss", "bloom"])  # the last is in no list
-def test_types_that_are_not_gone_on_with_draw_as_reading_again_does_at_the_same_seed(kind):
+def test_types_that_keep_nothing_for_the_next_turn_draw_as_reading_again_does_at_the_same_seed(kind):
     model = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {}))
-    ours, plain = (torch.Generator().manual_seed(3) for _ in range(2))
-    policy, again, fed = ModelPolicy(model, STOPS, 0.7, 4, ours), read_again(model, 0.7, 4, plain), feeds(model)
+    policy = ModelPolicy(model, STOPS, 0.7, 4, torch.Generator().manual_seed(3))
+    again, fed = read_again(model, 0.7, 4, torch.Generator().manual_seed(3)), feeds(model)
     said = converse(policy, PROMPTS[1:6], TURNS[1:6])
     if kind in rcgrpo.BATCHED:
         assert fed[:2] == [(5, 7), (5, 1)]  # the prompts, then a token each
@@ -1492,17 +1487,10 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     assert shapes == [(3, 3), (3, 1)]
 
 
-def v_proj(model):
-    return model.model.layers[0].self_attn.v_proj.weight
-
-
 @pytest.mark.parametrize("change", [
-    lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
-    lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
-    lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
-    lambda model: torch.Tensor.copy_(v_proj(model).detach(), v_proj(model).detach().flip(0)),
-    lambda model: setattr(v_proj(model), "data", v_proj(model).detach().flip(0)),
-], ids=["in place", "other .data", "a row of .data", "another order", "others in another order"])
+    torch.nn.init.normal_, lambda p: setattr(p, "data", -p.data), lambda p: p.data[0].fill_(1.0),
+    lambda p: p.detach().copy_(p.detach().flip(0)), lambda p: setattr(p, "data", p.detach().flip(0)),
+], ids=["as an optimizer", "other .data", "a row of .data", "another order", "others in another order"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
     for p in model.parameters():
@@ -1510,7 +1498,7 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
-    change(model)
+    change(model.model.layers[0].self_attn.v_proj.weight)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
@@ -1530,12 +1518,13 @@ def test_a_forward_pass_that_failed_leaves_nothing_half_read():
     model, prompts = lively(), PROMPTS[2::2]  # all different
     policy = ModelPolicy(model, STOPS, 0, 5)
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
-    hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
-        policy(longer)
-    hook.remove()
-    longer = [prompt + [9] for prompt in longer]
-    assert policy(longer) == read_again(model, 0, 5)(longer)
+    for interrupted in (longer, [prompts[0]] * 2):  # going on, and beginning with what two have in common
+        hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
+            policy(interrupted)
+        hook.remove()
+        longer = [prompt + [9] for prompt in interrupted[-1:]]
+        assert policy(longer) == read_again(model, 0, 5)(longer)
 
 
 def test_an_action_ends_with_a_stop_token_or_at_a_limit():
