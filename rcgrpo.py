@@ -111,8 +111,7 @@ def rows_by_group(groups):
 def label_by_reward(trajectory, tokenizer, threshold=1.0):
     """Eq. 1 for a finished rollout (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
 
-    Returns a new trajectory: the same actions and observations, id by id, behind the prompt that was played,
-    which now carries the token.
+    Returns a new one: the same actions and observations, behind the prompt that was played, with the token.
     """
     if 1 not in trajectory.mask or trajectory.opening is None:
         raise ValueError("to be labelled, a trajectory needs an action and its .opening, the messages played")
@@ -382,8 +381,8 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     tasks ... limits: as in `collect_groups`, of this process; the metrics are of all.
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
     """
-    check_update(model, ref_model, optimizer, G, beta, **update_settings)  # before rollouts are paid for
-    temperature, started = temperature_of(policy), time.perf_counter()
+    temperature, started = getattr(policy, "temperature", 1.0), time.perf_counter()
+    check_update(model, ref_model, optimizer, G, temperature, beta=beta, **update_settings)  # before it costs
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, limits)
     sampled = time.perf_counter()
     everyone, dealt = deal_groups(rollouts)  # of all processes; those that this one learns from
@@ -401,8 +400,9 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass: as in `rctp_step`.
     """
     trajectories = list(trajectories)
-    check_update(model, ref_model, optimizer, largest_group(trajectories), beta, clip, ratio, updates,
-                 tokens_per_pass, max_grad_norm)
+    G = max(from_all(map(len, rows_by_group([t.group for t in trajectories]).values())), default=0)
+    check_update(model, ref_model, optimizer, G, temperature, clip, beta, ratio, updates, tokens_per_pass,
+                 max_grad_norm)
     check_trajectories(model, trajectories)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
     n_tokens, n_trajectories = total(count_action_tokens(trajectories)), total(len(trajectories))
@@ -792,46 +792,43 @@ class CheckedEnv:
         self.env, self.row, self.turn = env, row, 0
 
     def reset(self):
-        return copy.deepcopy(self._ask("reset"))  # kept as the opening: the env may change its own
+        return copy.deepcopy(self._ask("reset", checked_messages))  # kept: the env may change its own
 
     def step(self, text):
         self.turn += 1
-        return self._ask("step", text)
+        return self._ask("step", checked_observation, text)
 
     def reward(self):
-        return self._ask("reward")
+        return self._ask("reward", checked_reward)
 
     def close(self):
-        if hasattr(self.env, "close"):
-            self._ask("close")
+        self._ask("close", lambda answer: None) if hasattr(self.env, "close") else None
 
-    def _ask(self, method, *arguments):
+    def _ask(self, method, checked, *arguments):
         try:
-            answer = getattr(self.env, method)(*arguments)
-            if method == "reward":
-                return checked_reward(answer)
-            if method == "close" or method == "step" and answer is None:
-                return None
-            return checked_messages(answer, only_new=method == "step")
+            return checked(getattr(self.env, method)(*arguments))
         except Exception as error:
             place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
             raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
 
-def checked_messages(answer, only_new):
+def checked_messages(answer):
     for message in answer if isinstance(answer, list) and answer else [None]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
-        if only_new and texts[0] == "assistant":
-            raise TypeError("an env gives only what is new, and does not speak for the assistant")
+    return answer
+
+
+def checked_observation(answer):
+    if answer is not None and "assistant" in [message["role"] for message in checked_messages(answer)]:
+        raise TypeError("an env gives only what is new, and does not speak for the assistant")
     return answer
 
 
 def checked_reward(answer):
     with suppress(Exception):  # a numeric string is no number
-        R = round(float(answer + 0), 9)  # six sixths are 1
-        if 0 <= R <= 1:
+        if 0 <= (R := round(float(answer + 0), 9)) <= 1:  # six sixths are 1
             return abs(R)  # no -0
     raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
@@ -839,9 +836,9 @@ def checked_reward(answer):
 @contextmanager
 def open_envs(envs, policy, max_turns, max_tokens, threads):
     """The envs, checked, and a map over them. At the end every env is closed, and the policy forgets."""
-    limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-    if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
-        raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
+    if not all(isinstance(limit, int) and limit >= 1 for limit in (max_turns, max_tokens, threads)):
+        raise ValueError("max_turns, max_tokens and threads are whole numbers from 1 on, not "
+                         f"{max_turns}, {max_tokens}, {threads}")
     with ExitStack() as closing:
         closing.push(partial(forget, policy))
         opened = []
@@ -853,26 +850,23 @@ def open_envs(envs, policy, max_turns, max_tokens, threads):
             raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
         if len({id(checked.env) for checked in opened}) < len(opened):
             raise ValueError("one env object is given for several rollouts: make a fresh env for each")
-        if threads > 1:
-            yield opened, closing.enter_context(ThreadPoolExecutor(threads)).map
-        else:
-            yield opened, map
+        pool = closing.enter_context(ThreadPoolExecutor(threads)) if threads > 1 else None
+        yield opened, pool.map if pool else map
 
 
 def forget(policy, error, *_):
     """Call policy.close(), if there is one. An error that is on its way goes before one of close()."""
-    if hasattr(policy, "close"):
-        with suppress(Exception) if error else nullcontext():
-            policy.close()
+    with suppress(Exception) if error else nullcontext():
+        getattr(policy, "close", lambda: None)()
 
 
-def one_per_env(envs, reward_tokens, groups):
+def one_per_env(envs, *given):
     """Reward tokens and group ids as lists, one for each env."""
-    reward_tokens, groups = list(reward_tokens), [None] * len(envs) if groups is None else list(groups)
-    if not envs or not len(envs) == len(reward_tokens) == len(groups):
-        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(envs)} envs, "
-                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
-    return reward_tokens, groups
+    given = [[None] * len(envs) if values is None else list(values) for values in given]
+    if not envs or {len(values) for values in given} != {len(envs)}:
+        raise ValueError("need as many reward tokens and groups as envs, at least one: "
+                         f"{len(envs)} envs, {' and '.join(str(len(values)) for values in given)}")
+    return given
 
 
 def ask_policy(policy, prompts, turn):
@@ -1264,25 +1258,17 @@ def from_all(items):
     return [item for one in lists for item in one]
 
 
-def total(x):
-    """The sum of x over all processes."""
+def total(x):  # over all processes
     return sum(from_all([x]))
 
 
 def deal_groups(rollouts):
-    """(the rollouts of all processes, those of the groups that this process learns from). They are dealt by
-    length, so that processes wait little for each other."""
+    """(the rollouts of all processes, those that this one learns from): groups are dealt by their length."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     everyone = from_all(rollouts)
     groups = rows_by_group([t.group for t in everyone]).values()
     longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
     return everyone, [everyone[row] for rows in longest_first[rank::size] for row in rows]
-
-
-def largest_group(trajectories):
-    """Rollouts in the largest group of any process."""
-    groups = rows_by_group([t.group for t in trajectories]).values()
-    return max(from_all([max(map(len, groups), default=0)]))
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
@@ -1299,14 +1285,6 @@ def optimizer_step(model, optimizer, max_grad_norm):
     model.zero_grad()
     torch.clear_autocast_cache()  # autocast around the whole loop would go on with the old weights, cast
     return {"grad_norm": norm if finite else None, "skipped": int(not finite)}
-
-
-def temperature_of(policy):
-    """What the policy samples at, and is scored at. ValueError if it cannot be scored at that."""
-    temperature = getattr(policy, "temperature", 1.0)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
-    return temperature
 
 
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
@@ -1340,10 +1318,12 @@ def check_trajectories(model, trajectories, all_act=False):
                          "add_reward_tokens(tokenizer, model)")
 
 
-def check_update(model, ref_model, optimizer, G, beta=0.1, clip=0.2, ratio="token", updates=1,
+def check_update(model, ref_model, optimizer, G, temperature, clip=0.2, beta=0.1, ratio="token", updates=1,
                  tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for settings of `rcgrpo_update` that cannot work. G: rollouts in the largest group."""
     check_step(model, optimizer, tokens_per_pass, max_grad_norm)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
     if G < 2:
         raise ValueError("no group has two rollouts to compare: G must be at least 2, and the rollouts of a "
                          "task share a group id")
