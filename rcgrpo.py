@@ -675,8 +675,8 @@ def packs(model, longest_row):
     if tested and not capped and longest_row <= window:
         return True
     warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
-                  f"(add it if `pytest -k listed` then passes), its attention is none of {KERNELS}, it caps "
-                  "its logits, or a row is longer than its window", stacklevel=1)
+                  "(add it if `pytest -k listed` then passes), or its attention not in KERNELS, or it caps "
+                  "logits, or a row is longer than its window", stacklevel=1)
     return False
 
 

@@ -1238,7 +1238,7 @@ def test_the_entropy_is_finite_where_tokens_are_impossible():
         **YARN, "original_max_position_embeddings": 2**15}), 2**17),
     ("llama", dict(max_position_embeddings=64, rope_parameters=YARN), 64),
     ("llama", dict(max_position_embeddings=64, rope_parameters=DYNAMIC), 16),
-    ("phi3", dict(OF_TYPE["phi3"], max_position_embeddings=512), 64),
+    ("phi3", {**SMALL, **OF_TYPE["phi3"]}, 64),
     ("llama4_text", dict(floor_scale=100), 99),  # then its temperature changes, with the place in the batch
 ])
 def test_the_context_is_that_of_the_positions_and_of_the_rope(kind, settings, length):
