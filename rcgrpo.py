@@ -495,8 +495,8 @@ def group_metrics(trajectories, p=None):
 #   attention    causal           prefix + itself  prefix + itself
 #
 # so that a prompt is read once, up to the reward token where rollouts part, and every token sees what it
-# would have seen alone. Models of other types are computed row by row. `pytest -k listed` compares a small
-# model of each listed type with its plain pass: to have another type packed, add its name and run that.
+# would have seen alone. Models of other types are computed row by row. `pytest -k listed_type` compares a
+# small model of each listed type with its plain pass: to have another packed, add its name and run that.
 
 import inspect
 import os
@@ -675,8 +675,8 @@ def packs(model, longest_row):
     if tested and not capped and longest_row <= window:
         return True
     warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
-                  "(add it if `pytest -k listed` then passes), or its attention not in KERNELS, or it caps "
-                  "logits, or a row is longer than its window", stacklevel=1)
+                  "(add it if `pytest -k listed_type` then passes), or its attention not in KERNELS, or it "
+                  "caps logits, or a row is longer than its window", stacklevel=1)
     return False
 
 
@@ -1047,7 +1047,7 @@ class ModelPolicy:
         real = torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in new], device=device)
         self.real = torch.cat([self.real, real], 1)
         positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
-        step = max(1, self.READ_AT_ONCE // len(new)) if self.keeps else width
+        step = max(1, self.READ_AT_ONCE // len(new))
         for start in range(0, width, step):
             end = min(width, start + step)
             logits = self.model(

@@ -1205,11 +1205,18 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
+def logits_made(model):
+    """How many rows of logits the model's head makes from now on: a list, filled as it makes them."""
+    made = []
+    model.get_output_embeddings().register_forward_hook(
+        lambda head, args, out: made.append(out.shape[-2]) if out.shape[-1] == model.config.vocab_size else None)
+    return made
+
+
 def test_one_pass_over_groups_equals_one_pass_a_row_and_makes_logits_chunk_by_chunk():
-    trajectories, model, made = groups_of_every_kind()["mixed"], tiny_model(50), []
+    trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
-    expected, fed, head = with_gradients(model, logp), feeds(model), model.get_output_embeddings()
-    head.register_forward_hook(lambda head, args, out: made.append(len(out)) if out.shape[-1] == 50 else None)
+    expected, fed, made = with_gradients(model, logp), feeds(model), logits_made(model)
     logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
     actions = sum(sum(t.mask) for t in trajectories)
     assert len(fed) == 1 and sum(made) == actions and max(made) == 5  # where actions are predicted
@@ -1219,6 +1226,11 @@ def test_one_pass_over_groups_equals_one_pass_a_row_and_makes_logits_chunk_by_ch
     group = groups_of_every_kind()["conditioned"]
     action_logprobs(model, group)
     assert fed[1] == (1, 20 + sum(len(t.ids) - 20 for t in group))  # what they share is read once
+    row_by_row = tiny("gpt_oss", **OF_TYPE["gpt_oss"])
+    made = logits_made(row_by_row)
+    with pytest.warns(UserWarning, match="rows are computed one by one"):
+        action_logprobs(row_by_row, group)
+    assert made == [sum(t.mask) for t in group]  # no others there either
 
 
 def test_the_entropy_is_finite_where_tokens_are_impossible():
@@ -1274,6 +1286,7 @@ def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(k
     assert len(offloads) == (4 if "offload" in asked else 0)
     assert not any("forward" in vars(module) for module in model.modules())  # all is as it was
     assert rcgrpo_update(model.train(), reference.train(), sgd(model), rl_batch(), beta=1.0)["kl"] < 1e-9
+    assert all(p.grad is None for p in reference.parameters())
 
 
 def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
@@ -1452,13 +1465,16 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss", "bloom"])  # the last is in no list
-def test_types_that_keep_nothing_for_the_next_turn_draw_as_reading_again_does_at_the_same_seed(kind):
-    model = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {}))
-    policy = ModelPolicy(model, STOPS, 0.7, 4, torch.Generator().manual_seed(3))
+def test_types_that_keep_nothing_for_the_next_turn_draw_as_reading_again_does_at_the_same_seed(
+        kind, monkeypatch):
+    monkeypatch.setattr(ModelPolicy, "READ_AT_ONCE", 20)
+    model, listed = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {})), kind in rcgrpo.BATCHED
+    with nullcontext() if listed else pytest.warns(UserWarning, match="rows are computed one by one"):
+        policy = ModelPolicy(model, STOPS, 0.7, 4, torch.Generator().manual_seed(3))
     again, fed = read_again(model, 0.7, 4, torch.Generator().manual_seed(3)), feeds(model)
     said = converse(policy, PROMPTS[1:6], TURNS[1:6])
-    if kind in rcgrpo.BATCHED:
-        assert fed[:2] == [(5, 7), (5, 1)]  # the prompts, then a token each
+    if listed:
+        assert fed[:3] == [(5, 4), (5, 3), (5, 1)]  # the prompts in pieces, then a token each
         assert said == converse(again, PROMPTS[1:6], TURNS[1:6])
     else:
         assert fed[2:4] == [(1, 7), (1, 8)]  # after a look whether it looks ahead
