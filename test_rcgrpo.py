@@ -1207,9 +1207,12 @@ def groups_of_every_kind():
 
 def logits_made(model):
     """How many rows of logits the model's head makes from now on: a list, filled as it makes them."""
+    def note(head, args, out):
+        if out.shape[-1] == model.config.vocab_size:
+            made.append(out.shape[-2])
+
     made = []
-    model.get_output_embeddings().register_forward_hook(
-        lambda head, args, out: made.append(out.shape[-2]) if out.shape[-1] == model.config.vocab_size else None)
+    model.get_output_embeddings().register_forward_hook(note)
     return made
 
 
