@@ -111,8 +111,7 @@ def rows_by_group(groups):
 def label_by_reward(trajectory, tokenizer, threshold=1.0):
     """Eq. 1 for a finished rollout (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
 
-    Returns a new trajectory: the same actions and observations, id by id, behind the prompt that was played,
-    which now carries the token.
+    Returns a new one: the same actions and observations, behind the prompt that was played, with the token.
     """
     if 1 not in trajectory.mask or trajectory.opening is None:
         raise ValueError("to be labelled, a trajectory needs an action and its .opening, the messages played")
@@ -382,8 +381,8 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     tasks ... limits: as in `collect_groups`, of this process; the metrics are of all.
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
     """
-    check_update(model, ref_model, optimizer, G, beta, **update_settings)  # before rollouts are paid for
-    temperature, started = temperature_of(policy), time.perf_counter()
+    temperature, started = getattr(policy, "temperature", 1.0), time.perf_counter()
+    check_update(model, ref_model, optimizer, G, temperature, beta=beta, **update_settings)  # before it costs
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, limits)
     sampled = time.perf_counter()
     everyone, dealt = deal_groups(rollouts)  # of all processes; those that this one learns from
@@ -401,8 +400,9 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass: as in `rctp_step`.
     """
     trajectories = list(trajectories)
-    check_update(model, ref_model, optimizer, largest_group(trajectories), beta, clip, ratio, updates,
-                 tokens_per_pass, max_grad_norm)
+    G = max(from_all(map(len, rows_by_group([t.group for t in trajectories]).values())), default=0)
+    check_update(model, ref_model, optimizer, G, temperature, clip, beta, ratio, updates, tokens_per_pass,
+                 max_grad_norm)
     check_trajectories(model, trajectories)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
     n_tokens, n_trajectories = total(count_action_tokens(trajectories)), total(len(trajectories))
@@ -487,30 +487,37 @@ def group_metrics(trajectories, p=None):
 # ========== Part II: what the method stands on ==============================================================
 
 # ===== A. Log-probs =========================================================================================
-# Promise: log pi of every action token, exact for every causal language model, without dropout. By definition
-# that is one pass per trajectory. The fast way, in bounded memory, is one pass over whole groups, laid out as
+# Promise: log pi of every action token as one plain forward pass over its row gives it, without dropout. For
+# the types of model in PACKED whole groups are computed in one pass, in bounded memory, laid out as
 #
 #   ids        [ shared prefix  | continuation 1 | continuation 2 | ... ]
 #   positions    0 ... P-1        P P+1 ...        P P+1 ...
 #   attention    causal           prefix + itself  prefix + itself
 #
-# so that a prompt is computed once, up to the reward token where rollouts part, and every token sees what it
-# would have seen alone. It is taken where a trial on made-up rows has shown that it gives the same numbers.
+# so that a prompt is read once, up to the reward token where rollouts part, and every token sees what it
+# would have seen alone. Models of other types are computed row by row. `pytest -k listed` compares a small
+# model of each listed type with its plain pass: to have another type packed, add its name and run that.
 
 import inspect
 import os
 import re
 import warnings
-from contextlib import nullcontext
-from functools import lru_cache, partial
-from weakref import WeakKeyDictionary
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, lru_cache
+from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+PACKED = set("""
+    apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2
+    gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 starcoder2""".split())
+KERNELS = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
 def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
@@ -518,28 +525,27 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
 
     Returns logp (N, T): row j holds the log-probs of trajectory j's action tokens in order, then zeros.
     With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each, without gradient.
-    rows_per_chunk: of a packed pass, logits exist for so many action tokens at a time. The model is left in
-    evaluation mode.
-    Raises ValueError for what cannot be scored: a row that begins with an action, is longer than the model's
-    context, or holds an id that the model does not have.
+    rows_per_chunk: so many rows of logits are made at a time. The model is left in evaluation mode.
     """
     if not temperature > 0:
         raise ValueError(f"log-probs need the temperature > 0 of the actions' sampling, got {temperature}")
     if any(t.mask[0] for t in trajectories):
         raise ValueError("a trajectory begins with an action: nothing conditions its first token")
     check_rows(model, [t.ids for t in trajectories])
-    read = partial(read_logits, temperature=temperature, entropy=entropy)
-    packed = packs(model, longest(trajectories))
-    silence(model)
-    if packed:
-        logp, h = packed_logprobs(model, trajectories, read, rows_per_chunk)  # (M,), (M,)
-    else:
-        logp, h = plain_logprobs(model, trajectories, read)
-    model.eval()
-    mask = action_mask(trajectories, logp.device)  # (N, T)
-    zeros = torch.zeros(mask.shape, device=logp.device)
-    rows = zeros.masked_scatter(mask, logp)  # without an action, too, a backward pass reaches every weight
-    return (rows, zeros.masked_scatter(mask, h)) if entropy else rows
+    rows = trajectories or [Trajectory([0], [0])]  # an empty pass is a pass
+    with silent(model):
+        if packs(model, max(len(t.ids) for t in rows)):
+            head, states = model.get_output_embeddings(), packed_states(model, rows)  # (M, width)
+        else:
+            logits = [plain_logits(model, t.ids, before_actions(t)) for t in rows]
+            head, states = torch.nn.Identity(), torch.cat(logits)  # (M, V)
+    targets = torch.tensor([token for t in rows for token in t.action_ids], device=states.device).long()
+    read = partial(checkpoint, read_chunk, head, temperature, entropy, use_reentrant=False)
+    parts = map(read, states.split(rows_per_chunk), targets.split(rows_per_chunk))
+    mask = action_mask(trajectories, states.device)  # (N, T)
+    zeros = torch.zeros(mask.shape, device=states.device)
+    logp, h = (zeros.masked_scatter(mask, torch.cat(part)) for part in zip(*parts))
+    return (logp, h) if entropy else logp
 
 
 def action_mask(trajectories, device="cpu"):
@@ -548,24 +554,23 @@ def action_mask(trajectories, device="cpu"):
     >>> action_mask([Trajectory([5, 6, 7], [0, 1, 1]), Trajectory([5, 6], [0, 1])]).tolist()
     [[True, True], [True, False]]
     """
-    counts = [count_action_tokens([t]) for t in trajectories]
+    counts = [sum(t.mask) for t in trajectories]
     columns = torch.arange(max(counts, default=0), device=device)
-    return columns < torch.tensor(counts, dtype=torch.long, device=device)[:, None]
+    return columns < torch.tensor(counts, device=device).long()[:, None]
 
 
 def count_action_tokens(trajectories):
-    """Action tokens in all trajectories."""
     return sum(sum(t.mask) for t in trajectories)
 
 
-def longest(trajectories):
-    """Tokens of the longest trajectory; 0 if there is none."""
-    return max((len(t.ids) for t in trajectories), default=0)
+def before_actions(trajectory):
+    """The places at which its action tokens are predicted."""
+    return [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled]
 
 
-def read_logits(logits, targets, temperature, entropy):
-    """log pi and entropy (M,) of targets (M,) under softmax(logits (M, V) / temperature), in fp32."""
-    logits = logits.float() / temperature
+def read_chunk(head, temperature, entropy, states, targets):
+    """log pi and entropy (M,) of targets (M,) under softmax(head(states) (M, V) / temperature), in fp32."""
+    logits = head(states).float() / temperature  # not kept, but made again in the backward pass
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
     if not entropy:
@@ -579,225 +584,129 @@ def bounded(log_ratio):
     return log_ratio.nan_to_num(0.0).clamp(-20, 20)
 
 
-def plain_logprobs(model, trajectories, read):
-    """The definition: one pass per trajectory, with the model's own attention."""
-    logps, entropies = [], []
-    for trajectory in trajectories or [Trajectory([0], [0])]:  # an empty pass is a pass
-        ids = torch.tensor([trajectory.ids], device=model.device)
-        places = [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled] or [0]
-        places = torch.tensor(places, device=model.device)  # (n,): where an action token is predicted
-        if accepts(model, "logits_to_keep"):
-            logits = model(ids, use_cache=False, logits_to_keep=places).logits[0]  # (n, V)
-        else:
-            logits = model(ids, use_cache=False).logits[0, places]
-        logp, h = read(logits, torch.tensor(trajectory.action_ids or [0], device=logits.device))
-        n = sum(trajectory.mask)  # a row without an action reads one dummy, which counts for nothing
-        logps.append(logp[:n])
-        entropies.append(h[:n])
-    return torch.cat(logps), torch.cat(entropies)
+def plain_logits(model, ids, places):
+    """The definition: logits (n, V) at n places of one row, read from its beginning by the model as it is."""
+    ids, places = (torch.tensor(x, device=model.device).long() for x in (ids, places))
+    if "logits_to_keep" in inspect.signature(bare(model).forward).parameters:
+        return model(ids[None], use_cache=False, logits_to_keep=places).logits[0]
+    return model(ids[None], use_cache=False).logits[0, places]
 
 
-def packed_logprobs(model, trajectories, read, rows_per_chunk):
-    """The same in one pass. Logits are made chunk by chunk, also in the backward pass: no (M, V)."""
-    ids, positions, layout, readout, targets = pack(trajectories or [Trajectory([0], [0])])
-    head = model.get_output_embeddings()
-    head.forward = lambda hidden: hidden
-    try:
-        hidden = model(
-            torch.tensor([ids], device=model.device),
-            position_ids=torch.tensor([positions], device=model.device),
+def packed_states(model, trajectories):
+    """One pass over many rows. Returns what the head makes logits of, at each action token (M, width)."""
+    ids, positions, layout, places = pack(trajectories)
+    ids, positions, places = (torch.tensor(x, device=model.device).long() for x in (ids, positions, places))
+    attended, layers = [], bare(model).config.num_hidden_layers
+    register_attention()
+    with patch.object(model.get_output_embeddings(), "forward", lambda states: states):
+        states = model(
+            ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=places,
             attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # 4-d: the library builds none
-            layout=layout,
-            use_cache=False,
-            logits_to_keep=torch.tensor(readout or [0], device=model.device),
-        ).logits[0]  # (M, width)
-    finally:
-        del head.forward
-    targets = torch.tensor(targets or [0], device=hidden.device)
-
-    def read_chunk(hidden, targets):
-        return read(head(hidden), targets)
-
-    logps, entropies = [], []
-    for chunk in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk)):
-        logp, h = checkpoint(read_chunk, *chunk, use_reentrant=False)
-        logps.append(logp)
-        entropies.append(h)
-    return torch.cat(logps), torch.cat(entropies)
-
-
-def accepts(model, keyword):
-    """Whether the model's forward takes this keyword."""
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, as PEFT's, takes anything
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return keyword in forward_keywords(type(model))
-
-
-@lru_cache
-def forward_keywords(kind):
-    return set(inspect.signature(kind.forward).parameters)
+            layout=partial(group_attention, layout, attended),  # a function: FSDP2 copies lists
+            output_router_logits=False).logits[0]
+    if len(attended) != layers:
+        raise RuntimeError(f"{len(attended)} of {layers} layers attend as this type of model does: was their "
+                           "attention replaced? Load the model with attn_implementation='eager'")
+    return states
 
 
 def pack(trajectories):
-    """Lay trajectories out as drawn above.
+    """Lay trajectories out as drawn above, in segments: a prefix or a continuation each.
 
-    Returns ids and positions (L,); layout: for each group [prefix length, continuation lengths ...]; readout
-    (M,): the place that predicts each action token; targets (M,): that token; all in the rows' order.
+    Returns ids and positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,): where
+    each action token is predicted, in the rows' order.
     """
-    ids, positions, layout, readout = [], [], [], {}
+    ids, positions, layout, places = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        base, prefix = len(ids), len(os.path.commonprefix([trajectories[row].ids for row in rows]))
+        start, number, prefix = len(ids), len(layout), shared_prefix(trajectories, rows)
         ids += trajectories[rows[0]].ids[:prefix]
         positions += range(prefix)
-        layout.append([prefix])
+        layout.append((prefix, number))
         for row in rows:
-            trajectory, start = trajectories[row], len(ids)
-            ids += trajectory.ids[prefix:]
-            positions += range(prefix, len(trajectory.ids))
-            layout[-1].append(len(trajectory.ids) - prefix)
-            readout[row] = [base + place - 1 if place <= prefix else start + place - 1 - prefix
-                            for place, sampled in enumerate(trajectory.mask) if sampled]
-    readout = [place for row in range(len(trajectories)) for place in readout[row]]
-    targets = [token for trajectory in trajectories for token in trajectory.action_ids]
-    return ids, positions, layout, readout, targets
+            t, shift = trajectories[row], len(ids) - prefix
+            ids += t.ids[prefix:]
+            positions += range(prefix, len(t.ids))
+            layout.append((len(t.ids) - prefix, number))
+            places[row] = [place + (start if place < prefix else shift) for place in before_actions(t)]
+    return ids, positions, layout, [place for row in sorted(places) for place in places[row]]
 
 
-def group_attention(plain, module, query, key, value, attention_mask, layout=None, scaling=None, **kwargs):
-    """Attention over the layout of `pack`; without one, the library's own, which is `plain`.
+def shared_prefix(trajectories, rows):
+    return len(os.path.commonprefix([trajectories[row].ids for row in rows]))
 
-    query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D), None. Sliding windows are
-    left out: `packs` sees to it that no row is longer than the window.
-    """
-    if layout is None:
-        return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    extras = ("softcap", "s_aux", "sinks", "position_bias", "indices")
-    extras = [name for name in extras if kwargs.get(name) is not None]
-    if extras or attention_mask.numel() > 1:
-        raise ValueError(f"its attention has {', '.join(extras) or 'a mask'} of its own")
-    group_attention.calls += 1
+
+def group_attention(layout, attended, module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """query (1, heads, L, D), key and value (1, kv heads, L, D) -> (1, L, heads, D), None."""
+    attended.append(module)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary makes them fp32
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
-    out, sizes = [], [sum(lengths) for lengths in layout]
-    for lengths, *group in zip(layout, *(x.split(sizes, 2) for x in (query, key, value))):
-        parts = list(zip(*(x.split(lengths, 2) for x in group)))  # (q, k, v) of prefix and continuations
-        for number, (q, k, v) in enumerate(parts):
-            if number > 0:  # a continuation attends to the prefix and, causally, to itself
-                k, v = torch.cat([parts[0][1], k], 2), torch.cat([parts[0][2], v], 2)
-            if q.shape[2]:
-                causal = causal_lower_right(q.shape[2], k.shape[2])  # flash attention: no mask in memory
-                out.append(F.scaled_dot_product_attention(q, k, v, causal, scale=scaling))
+    q, k, v = (x.split([tokens for tokens, _ in layout], 2) for x in (query, key, value))
+    out = []
+    for n, (tokens, prefix) in enumerate(layout):
+        keys, values = k[n], v[n]
+        if n != prefix:  # a continuation attends to the prefix and, causally, to itself
+            keys, values = (torch.cat([x[prefix], x[n]], 2) for x in (k, v))
+        if tokens:
+            causal = causal_lower_right(tokens, keys.shape[2])  # flash attention: no mask in memory
+            out.append(F.scaled_dot_product_attention(q[n], keys, values, causal, scale=scaling))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):  # for the whole process
-    AttentionInterface.register(_name, partial(group_attention, AttentionInterface()[_name]))
+@cache  # once, at first use
+def register_attention():
+    """From now on the library calls `attention`, which is its own, `plain`, but in a pass with a layout."""
+    def attention(plain, module, query, key, value, attention_mask, layout=None, **kwargs):
+        return (layout or plain)(module, query, key, value, attention_mask, **kwargs)
+
+    for name in KERNELS:
+        AttentionInterface.register(name, partial(attention, AttentionInterface()[name]))
 
 
-# ----- A, continued: what a model takes, and in what passes
-
-_TRIALS = WeakKeyDictionary()  # model -> {(what, attention): why not, or None}
+def bare(model):
+    """The library's model in what PEFT or torch.compile has wrapped around it."""
+    if not hasattr(model, "config"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers: give the one in it (.module)")
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def packs(model, longest_row):
-    """Whether groups of rows up to this length may be packed. The first time for a model it makes a trial."""
-    return not trial(model, "packed", packing_trial) and longest_row <= attention_window(model.config)
-
-
-def trial(model, what, compare):
-    """Why the model cannot be run in this way, or None. Found once, told once, the same on every process.
-
-    compare(model, ids) -> (our log-probs, those of the definition) on made-up ids.
-    """
-    trials, key = _TRIALS.setdefault(model, {}), (what, model.config._attn_implementation)
-    if key not in trials:
-        model.eval()
-        known = model.get_input_embeddings().weight.shape[0]
-        ids = [token % known for token in range(3, 80, 5)]  # 16 of them
-        with torch.no_grad():
-            pair = torch.tensor([ids[:9], ids[:8] + ids[9:10]], device=model.device)
-            before, other = (model(row[None], use_cache=False).logits[0, :8] for row in pair)
-            # computed in 16 bits, also from fp32 weights: under autocast, sharded, and if cast back to fp32
-            coarse = any((before == before.to(kind)).all() for kind in (torch.bfloat16, torch.float16))
-            check_numbers(before)
-            if (before - other).abs().max() > (0.3 if coarse else 1e-3):
-                raise ValueError(f"{type(model).__name__} is no causal language model: its logits look ahead")
-            try:
-                ours, plain = compare(model, ids)
-                by = (ours - plain).abs()
-                # bf16 alone makes single log-probs of a real model differ by .4, but .02 to .1 on average
-                same = by.mean() < 0.2 if coarse else by.max() < 1e-3
-                trials[key] = None if same else f"its log-probs would differ by {by.max():.2g}"
-            except torch.OutOfMemoryError:  # says nothing about the model
-                raise
-            except Exception as error:  # whatever a model says to a layout or a cache that it does not know
-                trials[key] = str(error).partition("\n")[0] or type(error).__name__
-                if hasattr(model, "reset_iter_state"):  # FSDP2 would take the next pass for the rest of this
-                    model.reset_iter_state()
-        if trials[key]:
-            warnings.warn(f"{type(model).__name__} cannot be {what}, so its rows are computed one by one, "
-                          f"right but slower: {trials[key]}", stacklevel=4)
-    return trials[key]
-
-
-def check_numbers(logits):
-    if logits.isnan().any():
-        raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
-
-
-def packing_trial(model, ids):
-    check_places(model)
-    config = model.config.get_text_config()
-    if any("soft" in name and "cap" in name and value for name, value in vars(config).items()):
-        raise ValueError("its attention or its logits have a soft-cap")  # too gentle for bf16 to show it
-    rows = [Trajectory(ids[:6] + ids[n : n + k], [0] * 5 + [1] * (k + 1), group=n % 2)
-            for n, k in ((7, 5), (2, 3), (5, 8), (9, 1))]
-    read = partial(read_logits, temperature=1.0, entropy=False)
-    group_attention.calls, layers = 0, config.num_hidden_layers
-    packed, _ = packed_logprobs(model, rows, read, rows_per_chunk=5)
-    if group_attention.calls != layers:
-        kind = model.config._attn_implementation
-        raise ValueError(f"{group_attention.calls} of its {layers} layers attend by our form of {kind!r}")
-    return packed, plain_logprobs(model, rows, read)[0]
-
-
-def check_places(model):
-    """ValueError for Llama-4's attention: it scales queries by their place in the pass, not their position,
-    and only beyond 8,192 places, which no trial reaches."""
-    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
-        raise ValueError("its attention depends on places in the pass (attn_temperature_tuning)")
-
-
-def attention_window(config):
-    """The shortest sliding window, chunk or choice of tokens of any layer; infinite where there is none."""
-    config = config.get_text_config()
-    if set(getattr(config, "layer_types", None) or [None]) == {"full_attention"}:
-        return math.inf
-    names = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "local_attention",
-             "attention_window_size", "attention_chunk_size", "index_topk", "indexer_budget")
-    sizes = [getattr(config, name, None) for name in names]
-    return min([size for size in sizes if isinstance(size, int) and size > 0], default=math.inf)
+    """Whether groups of rows up to this length are packed. If not, a warning says so."""
+    config = bare(model).config
+    tested = config.model_type in PACKED and config._attn_implementation in KERNELS
+    capped = any("softcap" in name and value for name, value in vars(config).items())
+    window = getattr(config, "sliding_window", None) or math.inf
+    if tested and not capped and longest_row <= window:
+        return True
+    warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
+                  f"(add it if `pytest -k listed` then passes), its attention is none of {KERNELS}, it caps "
+                  "its logits, or a row is longer than its window", stacklevel=1)
+    return False
 
 
 def context_length(config):
-    """Tokens that a row may have: the model's positions, or fewer where its rope changes with the length.
+    """Tokens that a row may have: the model's positions, unless its rope says otherwise.
 
-    Rope of type "dynamic" or "longrope" rescales every position of a batch once its longest row passes a
-    limit: tokens sampled before could not be scored after it.
+    "yarn" stretches them. "dynamic" and "longrope" change every position of a batch once its longest row
+    passes a limit: tokens sampled before could not be scored after it. So does Llama-4's temperature.
     """
     config = config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if getattr(config, "attn_temperature_tuning", False):
+        context = min(context, config.floor_scale - 1)
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *rope.values()]:  # one for all layers, or one for each type of layer
-        kind = str(parameters.get("rope_type")) if isinstance(parameters, dict) else ""
-        if re.search("dynamic|longrope", kind):
-            limits.append(parameters.get("original_max_position_embeddings"))
-    return min([limit for limit in limits if isinstance(limit, int) and limit > 0], default=math.inf)
+    for one in [rope, *rope.values()]:  # for all layers, or for each type of layer
+        trained = isinstance(one, dict) and one.get("original_max_position_embeddings")
+        if trained and one.get("rope_type") in ("dynamic", "longrope"):
+            context = min(context, trained)
+        elif trained and one.get("rope_type") == "yarn":
+            context = max(context, int(trained * (one.get("factor") or 1)))
+    return context
 
 
 def check_rows(model, rows):
-    """ValueError for rows of ids that the model cannot read: too long, or with ids that have no embedding."""
-    longest_row, context = max(map(len, rows), default=0), context_length(model.config)
-    if longest_row > context:
+    """ValueError for rows of ids that the model cannot read, or for a model that cannot be used."""
+    config, longest_row = bare(model).config, max(map(len, rows), default=0)
+    if longest_row > (context := context_length(config)):
         raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or "
                          "the length at which its rope changes): lower max_tokens")
     largest = max((max(ids) for ids in rows if ids), default=0)
@@ -806,65 +715,58 @@ def check_rows(model, rows):
                          "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
+    ahead = not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False)
+    if config.model_type not in PACKED | BATCHED:  # nobody has tested it
+        with torch.no_grad(), silent(model):
+            one, other = (plain_logits(model, [1, 2, last], [0, 1]).float() for last in (3, 4))
+        ahead = ahead or (one - other).abs().max() > 0.05 * one.std()
+    if ahead:
+        raise ValueError(f"{config.model_type} is no causal language model: its logits look ahead")
 
 
 def passes(model, trajectories, tokens_per_pass):
     """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
-    Cut greedily, group by group: a group that fits stays together, another is split. A longer row is a pass
-    of its own, and so is every row of a model that is not packed. All processes make the same number of
-    passes, the last ones empty where there is less to do.
+    A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
+    is every row of a model that is not packed. All processes make the same number of passes, the last ones
+    empty where there is less to do.
     """
-    packed = packs(model, max(from_all([longest(trajectories)])))  # the same answer on every process
-    cut, room = [], 0  # room: tokens that still fit into the last pass
+    packed = packs(model, max(from_all([len(t.ids) for t in trajectories]), default=0))  # the same on all
+    cut, used = [], math.inf  # used: tokens in the last pass; inf: begin another
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        prefix = len(os.path.commonprefix([trajectories[row].ids for row in rows]))
-        own = [len(trajectories[row].ids) - prefix for row in rows]  # tokens beyond the prefix
-        if prefix + sum(own) > room:
-            room = 0
-        for tokens, row in zip(own, rows):
-            new = not packed or room < tokens + (prefix if row == rows[0] else 0)
-            if new:
+        prefix = shared_prefix(trajectories, rows)
+        own = [len(trajectories[row].ids) - prefix for row in rows]
+        used = used + prefix if used + prefix + sum(own) <= tokens_per_pass else math.inf
+        for row, tokens in zip(rows, own):
+            if used + tokens > tokens_per_pass or not packed:
                 cut.append([])
-                room = tokens_per_pass
+                used = prefix
             cut[-1].append(row)
-            room -= tokens + (prefix if new or row == rows[0] else 0)
+            used += tokens
     return cut + [[]] * (max(from_all([len(cut)])) - len(cut))
 
 
 def reference_logprobs(model, ref_model, trajectories, temperature):
     """`action_logprobs` of the frozen model, without gradient."""
-    adapter_off = nullcontext()
-    if not hasattr(ref_model, "config"):  # a PEFT model's disable_adapter
-        ref_model, adapter_off = model, ref_model()
-    with torch.no_grad(), adapter_off:
-        logp = action_logprobs(ref_model, trajectories, temperature)
+    adapter = not hasattr(ref_model, "config")  # it is a PEFT model's disable_adapter
+    with torch.no_grad(), ref_model() if adapter else nullcontext():
+        logp = action_logprobs(model if adapter else ref_model, trajectories, temperature)
     if hasattr(ref_model, "reshard"):  # sharded: no backward pass will free its gathered weights
         ref_model.reshard()
     return logp
 
 
-def silence(model):
-    """Evaluation mode: no dropout, no router noise. Gradient checkpointing, which the library has in training
-    mode only, stays on: its layers, and nothing in them, are told that they train, until they really run."""
+@contextmanager
+def silent(model):
+    """Evaluation mode: no dropout, router noise, layer drop. Gradient checkpointing, which the library has in
+    training mode only, is on within."""
     model.eval()
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training, run = torch.is_grad_enabled(), layer._gradient_checkpointing_func
-            if getattr(run, "func", None) is not _run_silently:
-                layer._gradient_checkpointing_func = partial(_run_silently, run)
-
-
-def _run_silently(run, forward, *args):
-    def silent(*args):
-        layer = forward.args[0]
-        training, layer.training = layer.training, False
-        try:
-            return forward(*args)
-        finally:
-            layer.training = training
-
-    return run(silent, *args)
+    with ExitStack() as restoring:
+        for layer in model.modules() if torch.is_grad_enabled() else []:
+            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+                again = partial(layer._gradient_checkpointing_func, layer.forward, use_reentrant=False)
+                restoring.enter_context(patch.object(layer, "forward", again))
+        yield
 
 
 # ===== B. Envs and policies =================================================================================
@@ -872,9 +774,9 @@ def _run_silently(run, forward, *args):
 # is sampled from exactly softmax(logits / temperature), and what was said is read once while its cache fits.
 
 import copy
+import operator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from operator import index
+from contextlib import suppress
 
 from transformers import DynamicCache
 
@@ -890,56 +792,53 @@ class CheckedEnv:
         self.env, self.row, self.turn = env, row, 0
 
     def reset(self):
-        return copy.deepcopy(self._messages("reset"))  # kept as the opening: the env may change its own
+        return copy.deepcopy(self._ask("reset", checked_messages))  # kept: the env may change its own
 
     def step(self, text):
         self.turn += 1
-        messages = self._messages("step", text)
-        if any(message["role"] == "assistant" for message in messages or ()):
-            raise self._error("step", "returned an assistant message: it must return only what is new, and "
-                              "the env does not speak for the assistant")
-        return messages
+        return self._ask("step", checked_observation, text)
 
     def reward(self):
-        answer = self._call("reward")
-        with suppress(Exception):  # a numeric string is no number
-            R = round(float(answer + 0), 9)  # six sixths are 1
-            if 0 <= R <= 1:
-                return abs(R)  # no -0
-        raise self._error("reward", f"returned {answer!r}: rewards must be finite numbers in [0, 1]")
+        return self._ask("reward", checked_reward)
 
     def close(self):
-        if hasattr(self.env, "close"):
-            self._call("close")
+        self._ask("close", lambda answer: None) if hasattr(self.env, "close") else None
 
-    def _messages(self, method, *arguments):
-        answer = self._call(method, *arguments)
-        if answer is None and method == "step":  # the conversation is over
-            return None
-        messages = answer if isinstance(answer, list) and answer else [None]
-        if all(isinstance(message, dict) and isinstance(message.get("role"), str)
-               and isinstance(message.get("content"), str) for message in messages):
-            return messages
-        raise self._error(method, "must return a non-empty list of {'role': str, 'content': str}, got "
-                          f"{answer!r}")
-
-    def _call(self, method, *arguments):
+    def _ask(self, method, checked, *arguments):
         try:
-            return getattr(self.env, method)(*arguments)
+            return checked(getattr(self.env, method)(*arguments))
         except Exception as error:
-            raise self._error(method, f"raised {type(error).__name__}: {error}") from error
+            place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
+            raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
-    def _error(self, method, what):
-        kind = type(self.env).__name__
-        return RolloutError(f"env {self.row} ({kind}), turn {self.turn}: env.{method}() {what}")
+
+def checked_messages(answer):
+    for message in answer if isinstance(answer, list) and answer else [None]:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
+    return answer
+
+
+def checked_observation(answer):
+    if answer is not None and "assistant" in [message["role"] for message in checked_messages(answer)]:
+        raise TypeError("an env gives only what is new, and does not speak for the assistant")
+    return answer
+
+
+def checked_reward(answer):
+    with suppress(Exception):  # a numeric string is no number
+        if 0 <= (R := round(float(answer + 0), 9)) <= 1:  # six sixths are 1
+            return abs(R)  # no -0
+    raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
 
 @contextmanager
 def open_envs(envs, policy, max_turns, max_tokens, threads):
     """The envs, checked, and a map over them. At the end every env is closed, and the policy forgets."""
-    limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-    if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
-        raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
+    if not all(isinstance(limit, int) and limit >= 1 for limit in (max_turns, max_tokens, threads)):
+        raise ValueError("max_turns, max_tokens and threads are whole numbers from 1 on, not "
+                         f"{max_turns}, {max_tokens}, {threads}")
     with ExitStack() as closing:
         closing.push(partial(forget, policy))
         opened = []
@@ -948,29 +847,26 @@ def open_envs(envs, policy, max_turns, max_tokens, threads):
                 opened.append(CheckedEnv(env, len(opened)))
                 closing.callback(opened[-1].close)
         except Exception as error:
-            raise RolloutError(f"env {len(opened)} was not made: {type(error).__name__}: {error}") from error
+            raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
         if len({id(checked.env) for checked in opened}) < len(opened):
             raise ValueError("one env object is given for several rollouts: make a fresh env for each")
-        if threads > 1:
-            yield opened, closing.enter_context(ThreadPoolExecutor(threads)).map
-        else:
-            yield opened, map
+        pool = closing.enter_context(ThreadPoolExecutor(threads)) if threads > 1 else None
+        yield opened, pool.map if pool else map
 
 
 def forget(policy, error, *_):
     """Call policy.close(), if there is one. An error that is on its way goes before one of close()."""
-    if hasattr(policy, "close"):
-        with suppress(Exception) if error else nullcontext():
-            policy.close()
+    with suppress(Exception) if error else nullcontext():
+        getattr(policy, "close", lambda: None)()
 
 
-def one_per_env(envs, reward_tokens, groups):
+def one_per_env(envs, *given):
     """Reward tokens and group ids as lists, one for each env."""
-    reward_tokens, groups = list(reward_tokens), [None] * len(envs) if groups is None else list(groups)
-    if not envs or not len(envs) == len(reward_tokens) == len(groups):
-        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(envs)} envs, "
-                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
-    return reward_tokens, groups
+    given = [[None] * len(envs) if values is None else list(values) for values in given]
+    if not envs or {len(values) for values in given} != {len(envs)}:
+        raise ValueError("need as many reward tokens and groups as envs, at least one: "
+                         f"{len(envs)} envs, {' and '.join(str(len(values)) for values in given)}")
+    return given
 
 
 def ask_policy(policy, prompts, turn):
@@ -978,9 +874,9 @@ def ask_policy(policy, prompts, turn):
     try:
         sampled = policy(prompts)
     except Exception as error:
-        raise RolloutError(f"turn {turn}: the policy raised {type(error).__name__}: {error}") from error
+        raise RolloutError(f"turn {turn}: the policy: {type(error).__name__}: {error}") from error
     with suppress(TypeError):  # text in place of ids, or no lists at all
-        actions = [[index(token) for token in ids] for ids in sampled]
+        actions = [[operator.index(token) for token in ids] for ids in sampled]
         if len(actions) == len(prompts) and all(actions):
             return actions
     raise RolloutError(f"turn {turn}: the policy must return one non-empty list of ids for each of its "
@@ -991,8 +887,8 @@ def warn_if_none_ended(trajectories, chat):
     """Where no action at all has an end, the policy leaves it out, or its limit is too low."""
     said = [token for t in trajectories for token in t.action_ids]
     if said and not chat.stop_ids.intersection(said):
-        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut off: "
-                      "a policy must return the stop id too; or raise max_new_tokens", stacklevel=3)
+        warnings.warn(f"no action ended with a stop id ({sorted(chat.stop_ids)}), so all rollouts are cut "
+                      "off: a policy must return that id too; or raise max_new_tokens", stacklevel=3)
 
 
 def scripted_policy(texts, tokenizer):
@@ -1036,11 +932,22 @@ def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generato
     `rcgrpo_step` scores at its `temperature`. What it has read is forgotten when the weights change.
     """
     stop_ids = chat_format(tokenizer).stop_ids
+    ends = getattr(bare(model).generation_config, "eos_token_id", None) or []
+    if others := {*(ends if isinstance(ends, list) else [ends])} - stop_ids:
+        warnings.warn(f"the model's generation_config also ends at ids {sorted(others)}, at which no action "
+                      "ends here: if one should, make it the tokenizer's eos_token", stacklevel=2)
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator, cache_tokens)
 
 
+# With states, convolutions, sinks, chunks: rows can share the library's own cache, but not go on from it.
+BATCHED = set("""
+    bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe qwen3_5_moe_text
+    qwen3_5_text qwen3_next""".split())
+
+
 class ModelPolicy:
-    """What `model_policy` returns. It keeps the ids that it has read in each conversation, cached."""
+    """What `model_policy` returns. A type in PACKED keeps keys and values for the next turn, one in BATCHED
+    until its actions end; all others read a row again, from its beginning, for each token."""
 
     READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
 
@@ -1050,93 +957,76 @@ class ModelPolicy:
                              f"{temperature}, {max_new_tokens}, {cache_tokens}")
         self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
         self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
-        self.max_tokens = context_length(model.config)  # `rollout` ends what is longer
-        self._begin(0)
-
-    @torch.no_grad()
-    def __call__(self, prompts):
-        """N lists of ids -> N lists of sampled ids."""
-        prompts = [list(prompt) for prompt in prompts]
-        if not all(prompts) or max(map(len, prompts)) >= self.max_tokens:
-            lengths = [len(prompt) for prompt in prompts]
-            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
-        check_rows(self.model, prompts)
-        training, alone = self.model.training, not pads(self.model)
-        self.model.eval()  # no dropout, no router noise
-        parts = [[row] for row in range(len(prompts))] if alone else self._parts(prompts)
-        sampled = {}
-        try:
-            for rows in parts:
-                sample_part = self._sample_alone if alone else self._sample_together
-                sampled.update(zip(rows, sample_part([prompts[row] for row in rows])))
-        except BaseException:
-            self._begin(0)  # what was being read is half there
-            raise
-        finally:
-            self.model.train(training)
-        return [sampled[row] for row in range(len(prompts))]
+        config = bare(model).config
+        self.max_tokens = context_length(config)  # `rollout` ends what is longer
+        self.window = getattr(config, "sliding_window", None) or math.inf
+        self.keeps, self.batches = config.model_type in PACKED, config.model_type in PACKED | BATCHED
+        if not self.batches:
+            packs(model, 0)  # warns that it is slow
+        self.close()
 
     def close(self):
         """Forget what was read, and free its memory. The next call reads anew."""
-        self._begin(0)
+        self.weights = None
+        self._begin([])
 
-    def _parts(self, prompts):
-        """Rows that are sampled together: all, if their keys and values fit."""
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """N lists of ids -> N lists of sampled ids. The model is left in evaluation mode."""
+        prompts = [list(prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        if not all(lengths) or max(lengths) >= self.max_tokens:
+            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
+        check_rows(self.model, prompts)
+        self.model.eval()
+        fit = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
+        parts = [prompts[n : n + max(1, fit)] for n in range(0, len(prompts), max(1, fit))]
+        return [action for part in parts for action in self._sample(part)]
 
-        def tokens(rows):
-            return len(rows) * (max(len(prompts[row]) for row in rows) + self.max_new_tokens)
+    def _sample(self, prompts):
+        weights = weights_version(self.model)
+        rows = self._recall(prompts) if self.weights == weights else None
+        self.weights = None  # if anything fails before the end, it is not gone on with
+        self._select(self._begin(prompts) if rows is None else rows)
+        new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
+        room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
+        actions, talking = [[] for _ in prompts], set(range(len(prompts)))
+        while talking:
+            drawn = self._draw(self._feed(new))  # for all: a row does not depend on which others are over
+            new = [[token] if row in talking else [] for row, token in enumerate(drawn)]
+            for row in list(talking):
+                actions[row] += new[row]
+                if new[row][0] in self.stop_ids or len(actions[row]) == room[row]:
+                    talking.remove(row)
+        self.weights = weights
+        return actions
 
-        every = list(range(len(prompts)))
-        if tokens(every) <= self.cache_tokens:
-            return [every]
-        parts = [[]]
-        for row in sorted(every, key=lambda row: len(prompts[row])):  # all of a part are padded to its last
-            if parts[-1] and tokens([*parts[-1], row]) > self.cache_tokens:
-                parts.append([])
-            parts[-1].append(row)
-        return parts
+    def _draw(self, logits):
+        """N tokens from softmax(logits (N, V) / temperature)."""
+        if logits.isnan().any():
+            raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        probabilities = (logits / self.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].tolist()
 
-    def _sample_together(self, prompts):
-        rows = self._recall(prompts)
-        if rows is None:
-            different = list(dict.fromkeys(map(tuple, prompts)))
-            self._begin(len(different))
-            if len(different) < len(prompts):  # the rollouts of a task under one reward token: read it once
-                self._feed([list(prompt[:-1]) for prompt in different])
-            rows = [different.index(tuple(prompt)) for prompt in prompts]
-        self._select(rows)
-        logits = self._feed([prompt[len(read) :] for prompt, read in zip(prompts, self.read)])  # (N, V)
-        return self._draw(prompts, logits, self._feed)
-
-    def _sample_alone(self, prompts):
-        """One row, for models that padding disturbs: with the library's cache for it, or with none."""
-        cached, read = not trial(self.model, "read in pieces", caching_trial), []
-        cache = DynamicCache(config=self.model.config) if cached else None
-
-        def feed(new):
-            read.extend(new[0])
-            if not cached:
-                return next_logits(self.model, [read])
-            positions = torch.arange(len(read) - len(new[0]), len(read), device=self.model.device)
-            return next_logits(self.model, new, cache, position_ids=positions[None])
-
-        return self._draw(prompts, feed(prompts), feed)
-
-    def _begin(self, rows):
-        """Forget everything. An empty cache for this many rows."""
-        self.read = [[] for _ in range(rows)]
-        self.real = torch.zeros(rows, 0, dtype=torch.bool, device=self.model.device)  # slots, not padding
-        self.cache = DynamicCache()  # without a config all layers keep all slots
-        self.weights = weights_version(self.model)
+    def _begin(self, prompts):
+        """An empty cache with a row for each different prompt. Returns the row of each."""
+        different = list(dict.fromkeys(map(tuple, prompts)))
+        self.read = [[] for _ in different]
+        self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
+        self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
+        if self.keeps and len(different) < len(prompts):
+            self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
+        return [different.index(tuple(prompt)) for prompt in prompts]
 
     def _recall(self, prompts):
         """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        longest_row = max(map(len, prompts)) + self.max_new_tokens
-        if self.weights != weights_version(self.model) or longest_row > attention_window(self.model.config):
-            return None  # a window counts slots, and a cache that is gone on with has gaps
-        rows, left = [], iter(range(len(self.read)))
+        if not self.keeps or max(map(len, prompts)) + self.max_new_tokens > self.window:
+            return None  # (a window counts slots, and a cache that is gone on with has gaps)
+        rows = []
         for prompt in prompts:
-            for row in left:
+            for row in range(rows[-1] + 1 if rows else 0, len(self.read)):
                 if self.read[row] == prompt[: len(self.read[row])] and len(self.read[row]) < len(prompt):
                     rows.append(row)
                     break
@@ -1148,7 +1038,7 @@ class ModelPolicy:
         padding = real.shape[1] - int(real.sum(1).max())
         order = real.byte().argsort(dim=1, stable=True)[:, padding:]
         for layer in self.cache.layers:
-            if layer.is_initialized:  # (N, heads, slots, D) -> (N, heads, n, D)
+            if self.keeps and layer.is_initialized:  # (N, heads, slots, D) -> (N, heads, n, D)
                 layer.keys, layer.values = (
                     x[rows].gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
                     for x in (layer.keys, layer.values))
@@ -1157,48 +1047,22 @@ class ModelPolicy:
 
     def _feed(self, new):
         """Read the next ids of each row (none, for some). Returns the logits (N, V) that follow them."""
-        width, past, logits, device = max(map(len, new)), self.real.shape[1], None, self.real.device
-        padding = [width - len(ids) for ids in new]  # on the left: the last column is real
-        block = torch.tensor([[0] * n + ids for n, ids in zip(padding, new)], dtype=torch.long, device=device)
-        real = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
-        self.real = torch.cat([self.real, real], 1)
         self.read = [read + ids for read, ids in zip(self.read, new)]
+        if not self.batches:
+            return plain_logits(self.model, self.read[0], [-1]).float()
+        width, past, device = max(map(len, new)), self.real.shape[1], self.real.device
+        block = torch.tensor([[0] * (width - len(ids)) + ids for ids in new], device=device)
+        real = torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in new], device=device)
+        self.real = torch.cat([self.real, real], 1)
         positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
-        step = max(1, self.READ_AT_ONCE // len(new))
+        step = max(1, self.READ_AT_ONCE // len(new)) if self.keeps else width
         for start in range(0, width, step):
             end = min(width, start + step)
-            mask = self.real[:, : past + end].long()
-            logits = next_logits(self.model, block[:, start:end], self.cache, mask, positions[:, start:end])
-        return logits
-
-    def _draw(self, prompts, logits, feed):
-        """Sample token by token. Rows that are over stay in the draw: others do not depend on them."""
-        actions, talking = [[] for _ in prompts], set(range(len(prompts)))
-        room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
-        while True:
-            check_numbers(logits)
-            if self.temperature == 0:
-                drawn = logits.argmax(-1)
-            else:
-                probabilities = (logits / self.temperature).softmax(-1)
-                drawn = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
-            said = [[token] if row in talking else [] for row, token in enumerate(drawn.tolist())]
-            for row in list(talking):
-                actions[row] += said[row]
-                if said[row][0] in self.stop_ids or len(actions[row]) == room[row]:
-                    talking.discard(row)
-            if not talking:
-                return actions
-            logits = feed(said)
-
-
-def next_logits(model, ids, cache=None, attention_mask=None, position_ids=None):
-    """Logits (N, V), fp32, after the last of ids (N, L), which go on from what the cache holds."""
-    given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-    given["logits_to_keep"] = 1
-    given = {name: value for name, value in given.items() if value is not None and accepts(model, name)}
-    ids = torch.as_tensor(ids, device=model.device)
-    return model(ids, use_cache=cache is not None, **given).logits[:, -1].float()
+            logits = self.model(
+                block[:, start:end], attention_mask=self.real[:, : past + end].long(),
+                position_ids=positions[:, start:end], cache=self.cache, use_cache=True, logits_to_keep=1,
+                output_router_logits=False).logits
+        return logits[:, -1].float()
 
 
 def weights_version(model):
@@ -1209,48 +1073,22 @@ def weights_version(model):
     return adapters, [(p.data_ptr(), p._version, p.sum(dtype=torch.float32).item()) for p in local]
 
 
-def pads(model):
-    """Whether rows of different lengths may share a cache."""
-    return not trial(model, "padded", padding_trial)
-
-
-def padding_trial(model, ids):
-    """Rows of different lengths in one cache, gone on with in another order, against plain passes."""
-    check_places(model)
-    policy = ModelPolicy(model, (), 0, 1)
-    policy._begin(2)
-    policy._feed([ids[:9], ids[3:7]])
-    policy._select([1, 0, 0])
-    ours = policy._feed([ids[:1], ids[1:4], ids[5:7]])
-    plain = torch.cat([next_logits(model, [row]) for row in policy.read])
-    return ours.log_softmax(-1)[:, ids], plain.log_softmax(-1)[:, ids]
-
-
-def caching_trial(model, ids):
-    """One row read in pieces, with the library's own cache, against a plain pass."""
-    cache = DynamicCache(config=model.config)
-    for start, end in ((0, 9), (9, 10), (10, 11)):
-        positions = torch.arange(start, end, device=model.device)[None]
-        ours = next_logits(model, [ids[start:end]], cache, position_ids=positions)
-    return ours.log_softmax(-1)[:, ids], next_logits(model, [ids[:11]]).log_softmax(-1)[:, ids]
-
-
 # ===== C. Chat templates ====================================================================================
-# Promise: a conversation that is appended piece by piece has the ids that template and tokenizer give it as a
-# whole; control tokens come from the frame, never from what a user or a tool says; all else is refused.
+# Promise: a conversation appended piece by piece has the ids of the whole, rendered once; control tokens come
+# from the frame, never from what a user or a tool says; all else is refused.
 
 import json
 
-from tokenizers import Tokenizer
 from transformers.utils import get_json_schema
+
+JOINT = "\u2060"  # the word joiner, invisible: a control token with a joint in it is ordinary text
+SAID = "\ue000"  # stands for what the assistant says in a dummy chat
+DUMMY = [{"role": "user", "content": "u"}, {"role": "assistant", "content": SAID}]
 
 
 def chat_format(tokenizer, **template):
-    """The tokenizer's ChatFormat, built once (and again when its tokens, template or end token have changed).
-
-    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can stand wherever
-    this file takes a tokenizer. ValueError, in one line, for templates that cannot be built upon.
-    """
+    """The tokenizer's ChatFormat, which can stand wherever this file takes a tokenizer. Built once, and again
+    when tokens, template or end token have changed. template: its keywords, e.g. enable_thinking=False."""
     if isinstance(tokenizer, ChatFormat):  # its tokenizer may have changed since
         tokenizer, template = tokenizer.tokenizer, {**tokenizer.template, **template}
     state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
@@ -1264,248 +1102,145 @@ def _chat_format(tokenizer, state, template):
 
 
 class ChatFormat:
-    """A chat template, cut into pieces.
+    """A chat template, cut into pieces. What it renders, the tokenizer itself encodes.
 
-    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>) become ids
-    where the template, a system prompt or inject_reward_token put them. The same characters in what a user or
-    a tool says are ordinary text. (An assistant message of the opening may hold those that are not special, a
-    system prompt all but reward tokens.) A template without tool messages is given user messages instead. If
-    its assistant header opens a thought (<think>), a script closes it, as the template closes an empty one.
+    Control tokens are the special ones and added tags like <tool_call> or [INST]. Template, system prompt and
+    inject_reward_token write them; in what a user or a tool says they get a joint. A template without tool
+    messages is given user messages instead. If its header opens a thought (<think>), a script closes it.
     """
 
-    HIDDEN = "\ue000"  # \ue000<number>\ue000 stands for a control token spelt in somebody's text
-    ANSWER = "\ue001"  # stands for the assistant's text in a dummy chat
-    DUMMY = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}]
-
     def __init__(self, tokenizer, **template):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template")
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
+        if not (getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False)):
+            raise ValueError("no chat template: set chat_template of a fast tokenizer (see AutoTokenizer)")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip(" \t\n\r▁")}
-        self.control = {t.content: i for i, t in added.items()}
-        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
-        self.frame_pattern = any_of(self.control)
-        stand_ins = [self.HIDDEN, self.ANSWER]
-        special = [t.content for t in added.values() if t.special]
-        self.hide_all = any_of([*self.control, *stand_ins])
-        self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
-                          "assistant": any_of([*special, *stand_ins])}
-        self.plain = without_control_tokens(tokenizer, self.control)
-        self.roles = {"user", "assistant", "tool"}  # that are known to reach the ids
+        self.unknown = tokenizer.unk_token_id
+        added = [(i, t) for i, t in tokenizer.added_tokens_decoder.items() if i != self.unknown]
+        self.special = {i: t.content for i, t in added if t.special}
+        self.control = self.special | {i: t.content for i, t in added if t.content.startswith(("<", "["))}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the words of our examples may be unknown to a small vocabulary
-            problem = self._problem()
-            self.tools_as_user = bool(problem)
-            if problem and (still := self._problem()):
-                raise ValueError(f"this chat template cannot be used: {problem}"
-                                 + f"; with tool results as user messages: {still}" * (still != problem))
-        if problem:
-            warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
-        self.prompt, self.suffix = remembered(self.prompt), remembered(self.suffix)
+            warnings.filterwarnings("ignore", "the vocabulary lacks")  # words of our own examples
+            try:
+                self._try_out()
+            except ValueError as problem:
+                self.tools_as_user = True
+                self._try_out()
+                warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
+        self._encode = lru_cache(256)(self._encode)  # groups have few prompts, envs repeat themselves
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
-        if reward_token is not None and reward_token not in self.control:
+        if reward_token and reward_token not in self.control.values():
             raise ValueError(f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
-        messages, hidden = self._hide_control_tokens(messages)
-        if reward_token is not None:
-            messages = inject_reward_token(messages, reward_token)
-        return self._encode(self._render(messages, generate=True), hidden)
+        return list(self._encode(json.dumps(messages), True, reward_token))
 
     def suffix(self, messages, after=None):
-        """Ids that follow an action: `messages` in their frame, and the next header. Where the action ended
-        `after` another stop token than the template's end of turn, this one comes first."""
-        messages, hidden = self._hide_control_tokens(messages)
-        ids = self._encode(self._after_answer(messages), hidden)
-        return ids[1:] if after in (None, self.end_of_turn) else ids
+        """Ids that follow an action whose last id is `after`: `messages` in their frame, the next header."""
+        ids = self._encode(json.dumps(messages))  # the turn's end comes first: most actions bring it along
+        return ids[1:] if after in (None, ids[0]) else list(ids)
 
     def action(self, text):
         """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
-        said = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)[0]
-        return [*self._encode(self.close_thought), *self._known(said, text), self.end_of_turn]
+        said = self._ids(text.encode("utf-8", "replace").decode(), split_special_tokens=True)
+        if self.unsaid.keys() & set(said):
+            raise ValueError(f"a script cannot say {text!r}: this tokenizer reads control tokens in it")
+        return [*self._ids(self.close_thought), *said, self.end_of_turn]
 
     def text(self, action_ids):
         """What an env is given to read: the sampled text, with its header's <think>, without end token."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if not self.close_thought:
-            return text
-        return text[len(self.close_thought) :] if text.startswith(self.close_thought) else "<think>" + text
+        closed = text.startswith(self.close_thought)  # also where there is none to close
+        return text.removeprefix(self.close_thought) if closed else "<think>" + text
 
     def _read_frame(self):
-        """Find the assistant's header and end tokens in dummy chats."""
-        opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
-        header = self._render(opening, generate=True)
-        before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
-        if header == self._render(opening, generate=False) and header != before:
-            raise ValueError("it has no generation prompt")
-        before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
-        added = set(self.control.values())
-        if not added & set(end):
-            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
-        (self.end_of_turn,) = end
-        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
-        self.close_thought = ""
-        if header.rstrip().endswith("<think>"):
-            native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
-            self.close_thought = native or "</think>\n\n"
+        """Find the assistant's end tokens, and what closes a thought, in dummy chats."""
+        header, ended = self._render(DUMMY[:1]), self._after_answer([{"role": "user", "content": "v"}])
+        before, _, ended_last = self._render(DUMMY, generate=False).partition(SAID)
+        self.end_of_turn, last_end = ([*self._ids(text), None][0] for text in (ended, ended_last))
+        if self.end_of_turn not in self.control:
+            raise ValueError(f"a chat template must end a turn with an added token, not with {ended[:20]!r}")
+        ends = self.control.keys() & {self.end_of_turn, last_end}
+        self.stop_ids = (ends | {self.tokenizer.eos_token_id}) - {None}
+        self.unsaid = self.special | {i: self.control[i] for i in ends}
+        closing = before.partition(header)[2].lstrip() or "</think>\n\n"
+        self.close_thought = closing if header.rstrip().endswith("<think>") else ""
 
-    def _problem(self):
-        """What is wrong with a conversation of all kinds of messages, appended and as a whole; or None."""
+    def _try_out(self):
+        """ValueError unless a conversation of all kinds of messages has one set of ids, whole or appended."""
+        self._read_frame()
         roles = ("user", "assistant", "tool", "tool", "assistant", "user")
-        texts = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-        first, results, more = messages[:1], messages[2:4], messages[5:]
-        try:
-            self._read_frame()
-            whole, opening = self._render(messages, generate=True), self._render(first, generate=True)
-            appended = opening + self.close_thought + "beta" + self._after_answer(results)
-            appended += self.close_thought + "epsilon" + self._after_answer(more)
-        except ValueError as error:
-            return str(error)
-        if lost := [role for role, text in zip(roles, texts) if text not in whole]:
-            return f"it drops messages of role {lost[0]}"
-        # templates drop the thoughts of earlier turns, ours stay: empty ones make no difference
-        a, b = (re.sub(r"<think>\s*</think>\s*", "", text) for text in (appended, whole))
-        if a != b:
-            at = max(0, len(os.path.commonprefix([a, b])) - 20)
-            return (f"it renders a conversation otherwise than its parts: {a[at : at + 40]!r} appended, "
-                    f"{b[at : at + 40]!r} as a whole")
-        ids = self.prompt(first) + self.action("beta") + self.suffix(results)
-        pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
-        if HIGH in self.control:
-            conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
-            pairs.append((self.prompt(first, HIGH), conditioned))
-        for ours, text in pairs:
-            if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
-                return "it is encoded differently as a whole and in parts; its frame must be of added tokens"
+        messages = [{"role": role, "content": f"say {n}"} for n, role in enumerate(roles)]
+        reward_token = HIGH if HIGH in self.control.values() else None
+        whole, appended = (self._render(part, reward_token) for part in (messages, messages[:1]))
+        ids = self.prompt(messages[:1], reward_token)
+        for said, answer in (("say 1", messages[2:4]), ("say 4", messages[5:])):
+            appended += self.close_thought + said + self._after_answer(answer)
+            ids += self.action(said) + self.suffix(answer)
+        thought = r"<think>\s*</think>\s*"  # templates drop it from earlier turns, ours stays
+        same = re.sub(thought, "", appended) == re.sub(thought, "", whole)
+        native = self.tokenizer(appended if same else whole, add_special_tokens=False).input_ids
+        if ids != native:
+            there = self.tokenizer.decode(native[len(os.path.commonprefix([ids, native])) :][:9])
+            raise ValueError(f"this chat template has other ids as a whole than in parts, from {there!r} on")
+        self.suffix([{"role": "tool", "content": "".join(self.control.values())}])  # they can be kept apart
 
-    def _render(self, messages, generate):
-        if self.tools_as_user:
-            messages = tools_to_user(messages)
+    def _render(self, messages, reward_token=None, generate=True):
+        messages = inject_reward_token(messages, reward_token) if reward_token else messages
+        messages = tools_to_user(messages) if self.tools_as_user else messages
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generate, **self.template)
         except Exception as error:  # jinja's own errors, and whatever a template calls
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"it fails on messages of {roles}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"this chat template fails on messages of {roles}: {error!r}") from error
 
     def _after_answer(self, messages):
-        return self._render(self.DUMMY + messages, generate=True).partition(self.ANSWER)[2]
+        return self._render(DUMMY + messages).partition(SAID)[2]
 
-    def _hide_control_tokens(self, messages):
-        """Replace what must not become a control token by a stand-in that survives any template."""
-        out, hidden = [], []
-        for role in {message["role"] for message in messages} - self.roles:
-            example = [{"role": role, "content": "alpha"}, *self.DUMMY[:1]]
-            if "alpha" not in self._render(example, generate=True):
-                raise ValueError(f"this chat template drops messages of role {role}")
-            self.roles.add(role)
-
-        def hide(match):
-            hidden.append(match[0])
-            return f"{self.HIDDEN}{len(hidden) - 1}{self.HIDDEN}"
-
-        def hide_in(value, pattern):
-            if isinstance(value, str):
-                value = value.encode("utf-8", "replace").decode()  # lone surrogates have no ids
-                return pattern.sub(hide, value)
-            if isinstance(value, dict):
-                return {hide_in(key, pattern): hide_in(inner, pattern) for key, inner in value.items()}
-            return [hide_in(inner, pattern) for inner in value] if isinstance(value, list) else value
-
-        for message in messages:
-            if not isinstance(message["content"], str):
-                raise TypeError(f"the content of a message must be a string, got {message['content']!r}")
-            pattern = self.hide_less.get(message["role"], self.hide_all)
-            out.append({**hide_in(message, pattern), "role": message["role"]})
-        return out, hidden
-
-    def _encode(self, rendered, hidden=()):
-        ids, end, strip = [], 0, False
-        for match in [*self.frame_pattern.finditer(rendered), None]:
-            text = rendered[end : match.start() if match else len(rendered)]
-            text = text.lstrip() if strip else text
-            text = text.rstrip() if match and self.strips[match[0]][0] else text
-            ids += self._ordinary(text, hidden)
-            if match:
-                ids.append(self.control[match[0]])
-                end, strip = match.end(), self.strips[match[0]][1]
+    def _encode(self, messages, opening=False, reward_token=None):
+        """Ids of messages (JSON) in their frame. ValueError if their text adds a control token to it."""
+        free = {"system": [HIGH, LOW], "assistant": self.unsaid.values()} if opening else {}  # to hold others
+        said = [apart(m, free.get(m["role"], self.control.values())) for m in json.loads(messages)]
+        if odd := [m["content"] for m in said if not isinstance(m["content"], str)]:
+            raise TypeError(f"the content of a message must be a string, got {odd[0]!r}")
+        marks = [f"aB{n}Ba" if m["content"].strip() else "" for n, m in enumerate(said)]
+        other = [{**m, "content": m["content"] * (m["role"] in free) + mark} for m, mark in zip(said, marks)]
+        render = partial(self._render, reward_token=reward_token) if opening else self._after_answer
+        frame = render(other)
+        if lost := [m["role"] for m, mark in zip(said, marks) if mark not in frame]:
+            raise ValueError(f"this chat template drops messages of role {lost[0]}")
+        ids, frame_ids = self._ids(render(said)), self.tokenizer(frame, add_special_tokens=False).input_ids
+        found, expected = ([self.control[i] for i in part if i in self.control] for part in (ids, frame_ids))
+        if found != expected or found.count(HIGH) + found.count(LOW) != bool(reward_token):
+            raise ValueError(f"change these messages: they hold the control tokens {found}, not {expected}")
         return ids
 
-    def _ordinary(self, text, hidden):
-        text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
-        return self._known(self.plain.encode(text, add_special_tokens=False), text) if text else []
-
-    def _known(self, encoding, text):
-        """Its ids. A warning names the words that the vocabulary lacks."""
-        unknown = [text[slice(*span)] for token, span in zip(encoding.ids, encoding.offsets)
-                   if token == self.tokenizer.unk_token_id]
-        if unknown:
-            warnings.warn(f"the vocabulary lacks {unknown}: read as {self.tokenizer.unk_token}", stacklevel=2)
-        return encoding.ids
+    def _ids(self, text, **how):
+        """Its ids, by the tokenizer itself. A warning names the words that the vocabulary lacks."""
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False, **how)[0]
+        if lacks := [text[slice(*at)] for i, at in zip(found.ids, found.offsets) if i == self.unknown]:
+            warnings.warn(f"the vocabulary lacks {lacks}: read as {self.tokenizer.unk_token}", stacklevel=2)
+        return found.ids
 
 
-def remembered(encode, most=256):
-    """The same, but what was encoded before is looked up: groups have few prompts, envs repeat themselves."""
-    seen = {}
-
-    def look_up(*arguments, **named):
-        key = repr((arguments, named))
-        if (ids := seen.get(key)) is None:
-            if len(seen) == most:
-                seen.clear()
-            ids = seen[key] = encode(*arguments, **named)
-        return list(ids)
-
-    return look_up
-
-
-def any_of(texts):
-    """A pattern that matches these texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+def apart(message, tokens):
+    """The same message, with a joint after the first character of each of these tokens that it spells."""
+    text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace").decode()  # no lone surrogates
+    for token in [token for token in tokens if token in text]:
+        for _ in token:  # as often as it may overlap itself
+            text = text.replace(token, token[0] + JOINT + token[1:])
+    return json.loads(text)
 
 
 def tools_to_user(messages):
     """The same with tool results as user messages; consecutive user messages are merged."""
     merged = []
     for message in messages:
-        role = "user" if message["role"] == "tool" else message["role"]
-        if merged and role == merged[-1]["role"] == "user":
-            merged[-1] = {**merged[-1], "content": merged[-1]["content"] + "\n\n" + message["content"]}
-        else:
-            merged.append({**message, "role": role})
+        message = {**message, "role": "user"} if message["role"] == "tool" else message
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            message = {**message, "content": merged.pop()["content"] + "\n\n" + message["content"]}
+        merged.append(message)
     return merged
-
-
-def without_control_tokens(tokenizer, control):
-    """The same tokenizer, control tokens renamed so that nobody can spell them: all text is ordinary."""
-    whole = tokenizer.backend_tokenizer
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if added == set(control) and all(whole.model.token_to_id(content) is None for content in added):
-        plain = Tokenizer(whole.model)  # it does not know them: the short way, for large vocabularies
-        plain.normalizer, plain.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
-        return plain
-    spec = json.loads(whole.to_str())
-    spec.update(post_processor=None, truncation=None, padding=None)
-    model, unknown = spec["model"], spec["model"].get("unk_token")
-    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay
-    added = [token for token in spec["added_tokens"] if token["content"] != unknown]
-    for token in added:
-        token["content"] = names.get(token["content"], token["content"])
-    spec["added_tokens"] = added
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        return Tokenizer.from_str(json.dumps(spec))
-    known = names.keys() & model["vocab"].keys()
-    model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-    if known and "merges" in model:  # a word that was added may also be a merge, and part of others
-        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
-    return Tokenizer.from_str(json.dumps(spec))
 
 
 # ===== D. The step, on one process or many ==================================================================
@@ -1523,25 +1258,17 @@ def from_all(items):
     return [item for one in lists for item in one]
 
 
-def total(x):
-    """The sum of x over all processes."""
+def total(x):  # over all processes
     return sum(from_all([x]))
 
 
 def deal_groups(rollouts):
-    """(the rollouts of all processes, those of the groups that this process learns from). They are dealt by
-    length, so that processes wait little for each other."""
+    """(the rollouts of all processes, those that this one learns from): groups are dealt by their length."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     everyone = from_all(rollouts)
     groups = rows_by_group([t.group for t in everyone]).values()
     longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
     return everyone, [everyone[row] for rows in longest_first[rank::size] for row in rows]
-
-
-def largest_group(trajectories):
-    """Rollouts in the largest group of any process."""
-    groups = rows_by_group([t.group for t in trajectories]).values()
-    return max(from_all([max(map(len, groups), default=0)]))
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
@@ -1560,19 +1287,9 @@ def optimizer_step(model, optimizer, max_grad_norm):
     return {"grad_norm": norm if finite else None, "skipped": int(not finite)}
 
 
-def temperature_of(policy):
-    """What the policy samples at, and is scored at. ValueError if it cannot be scored at that."""
-    temperature = getattr(policy, "temperature", 1.0)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
-    return temperature
-
-
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for what cannot train, or not as it should."""
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"give the model inside of {type(model).__name__} (model.module): for many "
-                         "processes it is sharded by FSDP2, as in train_bfcl.py")
+    bare(model)  # or an error: many processes share a model by FSDP2, not by a wrapper
     if not (isinstance(tokens_per_pass, int) and tokens_per_pass >= 1):
         raise ValueError(f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
     if not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
@@ -1601,10 +1318,12 @@ def check_trajectories(model, trajectories, all_act=False):
                          "add_reward_tokens(tokenizer, model)")
 
 
-def check_update(model, ref_model, optimizer, G, beta=0.1, clip=0.2, ratio="token", updates=1,
+def check_update(model, ref_model, optimizer, G, temperature, clip=0.2, beta=0.1, ratio="token", updates=1,
                  tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for settings of `rcgrpo_update` that cannot work. G: rollouts in the largest group."""
     check_step(model, optimizer, tokens_per_pass, max_grad_norm)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
     if G < 2:
         raise ValueError("no group has two rollouts to compare: G must be at least 2, and the rollouts of a "
                          "task share a group id")

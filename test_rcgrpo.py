@@ -28,6 +28,7 @@ import sys
 import textwrap
 import threading
 import time
+import unicodedata
 import warnings
 import weakref
 from collections import Counter
@@ -63,6 +64,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -83,6 +85,7 @@ import toy_env
 import train_bfcl as bfcl
 from rcgrpo import (
     HIGH,
+    JOINT,
     LOW,
     ModelPolicy,
     Trajectory,
@@ -94,6 +97,7 @@ from rcgrpo import (
     collect_groups,
     group_advantages,
     group_metrics,
+    hindsight_step,
     inject_reward_token,
     label_by_reward,
     model_policy,
@@ -251,28 +255,45 @@ def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
     assert said == ["s", "a\n\n[Reward Goal: <|low_reward|>]", "x", "b"] and messages[1]["content"] == "a"
 
 
-@pytest.mark.parametrize("R, threshold, token", [(1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH)])
-def test_a_logged_rollout_is_labelled_by_its_reward(R, threshold, token):
-    turns = ([5, 6], [7]), ([8], [])
-    logged = trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
-    labelled = rcgrpo.label_by_reward(logged, user("the cat"), TOKENIZER, threshold)
-    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
-    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
-    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
-    assert labelled == trajectory(prompt, *turns, group="g", reward=R, reward_token=token, truncated=True)
-    assert logged == trajectory([9, 9, 9], *turns, group="g", reward=R, truncated=True)
-
-
 # ===== 2. Trajectories =====
 
 
 @pytest.mark.parametrize("ids", [
-    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], torch.tensor([0, 1, 0, 1, 1]),
-    list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
+    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], [[0, 1], [1, 1], [0, 1], [1, 1], [1, 1]],
+    torch.tensor([0, 1, 0, 1, 1]), list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
 ], ids=lambda ids: f"{type(ids).__name__} of {type(ids[0]).__name__}")
 def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_are_alone(ids):
     assert list(rcgrpo.rows_by_group(ids).values()) == [[0, 2], [1, 3, 4]]
     assert list(rcgrpo.rows_by_group([None, 1, None, 1]).values()) == [[0], [1, 3], [2]]
+
+
+def test_a_trajectory_goes_through_json():
+    (t,) = played(Echo(value=0.5), reward_tokens=[LOW], groups=[("a", 1)])
+    again = Trajectory(**json.loads(json.dumps(vars(t))))
+    assert list(rcgrpo.rows_by_group([again.group, ("a", 1)])) == [t.group]
+    assert replace(again, group=t.group) == t
+
+
+@pytest.mark.parametrize("R, threshold, token", [
+    (1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH), (sum([1 / 6] * 6), 1.0, HIGH)])
+def test_a_rollout_is_labelled_by_its_reward(R, threshold, token):
+    turns = ([5, 6], [7]), ([8], [])
+    fields = dict(group="g", reward=R, truncated=True, opening=user("the cat"))
+    logged = trajectory([9, 9, 9], *turns, **fields)
+    labelled = label_by_reward(logged, TOKENIZER, threshold)
+    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
+    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
+    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
+    assert labelled == trajectory(prompt, *turns, reward_token=token, **fields)
+    assert logged == trajectory([9, 9, 9], *turns, **fields)
+
+
+def test_what_was_played_is_labelled_whatever_the_env_would_say_now():
+    messages = user("repeat 41")
+    env = env_with(reset=lambda: messages)
+    (t,) = played(env)
+    messages[0]["content"] = "repeat 97"
+    assert "repeat 41" in TOKENIZER.decode(label_by_reward(t, TOKENIZER).ids)
 
 
 # ===== 3. Stage 1: the step is the one that is written straight down here =====
@@ -303,12 +324,15 @@ def plain_scores(model, trajectories, temperature=1.0):
 class Together:
     """Processes as threads of this one: they meet in every collective, or the test fails."""
 
-    def __init__(self, models):
-        self.barrier, self.values = threading.Barrier(len(models), timeout=20), [None] * len(models)
-        for process, model in enumerate(models):
-            assert rcgrpo.packs(model, 1)  # trials count calls: not at the same time
+    def __init__(self, models, monkeypatch):
+        self.size, self.here = len(models), threading.local()
+        self.barrier, self.values = threading.Barrier(self.size, timeout=20), [None] * self.size
+        monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
+            is_initialized=lambda: True, get_rank=lambda: self.here.process, get_world_size=lambda: self.size,
+            all_gather_object=self.all_gather))
+        for model in models:
             for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda g, process=process, name=name: self.sum(process, name, g))
+                parameter.register_hook(partial(self.sum, models.index(model), name))
 
     def exchange(self, process, value):
         self.values[process] = value
@@ -317,6 +341,9 @@ class Together:
         self.barrier.wait()
         return values
 
+    def all_gather(self, lists, value):
+        lists[:] = self.exchange(self.here.process, value)
+
     def sum(self, process, name, gradient):
         """As sharded models do: gradients are summed over processes when they are made."""
         everyones = self.exchange(process, (name, gradient))
@@ -324,11 +351,12 @@ class Together:
         return sum(g for _, g in everyones)
 
     def run(self, work):
-        def with_gather(process):
-            return work(process, lambda values: [v for part in self.exchange(process, values) for v in part])
+        def begin(process):
+            self.here.process = process
+            return work(process)
 
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(with_gather, range(len(self.values))))
+            return list(threads.map(begin, range(self.size)))
 
 
 def sgd(model):
@@ -371,7 +399,9 @@ def assert_close(metrics, expected):
 
 
 def policy_model(vocabulary=50, seed=0):
-    return tiny_model(vocabulary, "llama", seed, num_hidden_layers=1)
+    model = tiny_model(vocabulary, "llama", seed, num_hidden_layers=1)
+    model.config.reward_token_ids = [vocabulary - 2, vocabulary - 1]  # as add_reward_tokens leaves it
+    return model
 
 
 def feeds(model):
@@ -390,38 +420,46 @@ def failed_step(model):
 
 
 @pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
-    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, 7), ([slice(8)], 1, 0.5, adamw, 8),
-    ([slice(6), slice(6, 8)], 30, 1.0, sgd, 5)], ids=["one pass", "passes", "row by row", "two processes"])
-def test_a_step_of_stage_1_is_the_one_written_straight_down(shares, limit, max_grad_norm, by, n_passes):
+    ([slice(8)], 10**6, 0.5, sgd, 1), ([slice(8)], 30, math.inf, sgd, None), ([slice(8)], 1, 0.5, adamw, 8),
+    ([slice(6), slice(6, 8)], 30, 1.0, sgd, None)], ids=["one pass", "passes", "row by row", "two processes"])
+def test_a_step_of_stage_1_is_the_one_written_straight_down(
+        shares, limit, max_grad_norm, by, n_passes, monkeypatch):
     start, batch = policy_model(), rl_batch()
     models = [failed_step(copy.deepcopy(start).train()) for _ in shares]
-    together, fed = Together(models), feeds(models[0])
-    results = together.run(lambda process, gather: rctp_step(  # any iterable of trajectories
-        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm, gather))
+    together, fed = Together(models, monkeypatch), feeds(models[0])
+    results = together.run(lambda process: rctp_step(  # any iterable of trajectories
+        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm))
     expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
     for ours, model in zip(results, models):
         assert ours.keys() == metrics.keys()
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
-    assert len(fed) == n_passes
-    logp, mask = torch.tensor([[-1.0, -3.0, -8.0]]), torch.tensor([[True, True, False]])
-    assert (rctp_loss(logp, mask), rctp_loss(logp)) == (2, 4)
+    assert len(fed) == n_passes if n_passes else len(fed) > 1
+
+
+def test_the_loss_of_stage_1_is_a_mean_over_action_tokens_and_takes_no_notice_of_others():
+    logp, mask = torch.tensor([[-1.0, -3.0, -math.inf]]), torch.tensor([[True, True, False]])
+    assert rctp_loss(logp, mask) == 2 and rctp_loss(logp[:, :2]) == 2 and rctp_loss(logp, mask, 8) == 0.5
 
 
 # ===== 4. Group sampling =====
 
 
-def test_reward_tokens_are_independent_draws_and_stratified_ones_exactly_round_pG_in_random_order():
+def test_reward_tokens_are_independent_draws():
     generator = torch.Generator().manual_seed(0)
     one_kind = np.mean([len(set(sample_reward_tokens(5, 0.5, generator))) == 1 for _ in range(5000)])
     assert one_kind == pytest.approx(2 * 0.5**5, abs=0.01)  # a fixed half/half split would never show it
     for p in (0.0, 0.3, 1.0):
         share = np.mean([token == HIGH for token in sample_reward_tokens(20000, p, generator)])
         assert share == pytest.approx(p, abs=0.015 if 0 < p < 1 else 0)
-    for G, p, high in ((5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)):
-        draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
-        assert {draw.count(HIGH) for draw in draws} == {high}
-        assert len({tuple(draw) for draw in draws}) > 1 or high in (0, G)
+
+
+@pytest.mark.parametrize("G, p, high", [(5, 0.5, 3), (8, 0.25, 2), (4, 0.0, 0), (4, 1.0, 4), (1, 0.4, 0)])
+def test_stratified_reward_tokens_are_exactly_round_pG_high_ones_in_random_order(G, p, high):
+    generator = torch.Generator().manual_seed(0)
+    draws = [sample_reward_tokens(G, p, generator, stratified=True) for _ in range(50)]
+    assert {draw.count(HIGH) for draw in draws} == {high}
+    assert len({tuple(draw) for draw in draws}) > 1 or high in (0, G)
 
 
 # ===== 5. Rollouts =====
@@ -464,7 +502,8 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
         return [[*odd, chat.end_of_turn]]
 
     (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
-    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in tokenizer.decode(t.ids)
+    seen = tokenizer.decode(t.ids, clean_up_tokenization_spaces=False).replace("\u2060", "")
+    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in seen
     for earlier, later in zip(prompts, [*prompts[1:], t.ids]):
         assert later[: len(earlier)] == earlier  # ids only ever grow at the end
     calm, wild = ([i for i in new if i in controls.values()]
@@ -472,15 +511,25 @@ def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are
     assert calm == wild
 
 
-def test_a_rollout_reports_reward_group_reward_token_and_progress():
+def test_a_rollout_reports_reward_group_reward_token_opening_and_progress():
     envs, still_open = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)], []
     trajectories = played(*envs, reward_tokens=[HIGH, None, LOW], groups=["a", "b", "a"],
                           progress=still_open.append)
     assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
         (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
-    assert still_open == [3, 2, 1, 1, 0] and played(Echo())[0].group is None
-    (t,) = played(Echo([]), policy=lambda prompts: torch.tensor([[5, END]]))
-    assert t.reward == 1 and set(map(type, t.ids)) == {int}
+    assert still_open == [3, 2, 1, 1, 0] and all(t.opening == user("do it") for t in trajectories)
+    assert played(Echo())[0].group is None
+
+
+def test_a_policy_may_return_tensors_and_what_follows_a_stop_id_is_padding():
+    for pad in (0, END):
+        (t,) = played(Echo([]), policy=lambda prompts, pad=pad: torch.tensor([[5, END, pad, pad]]))
+        assert t.reward == 1 and t.action_ids == [5, END] and set(map(type, t.ids)) == {int}
+
+
+def truncated(env, max_tokens=999, policy=None, **settings):
+    (t,) = played(env, policy=policy or says(5, 6, 7, END), max_tokens=max_tokens, **settings)
+    return t.truncated, sum(t.mask)
 
 
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
@@ -494,10 +543,10 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     assert trajectories[1].action_ids == [5, 6, 7, END, 5, 6] and len(trajectories[1].ids) == limit
     assert len(trajectories[0].ids) == prompt + 4  # nor is what does not fit appended
 
-    def truncated(env, max_tokens=999, policy=policy, **settings):
-        (t,) = played(env, policy=policy, max_tokens=max_tokens, **settings)
-        return t.truncated, sum(t.mask)
 
+def test_limits_are_exact_to_the_token_and_the_turn():
+    chat, policy = chat_format(TOKENIZER), says(5, 6, 7, END)
+    prompt = len(chat.prompt(user("do it")))
     assert truncated(Echo([]), prompt + 4) == (False, 4)  # exactly enough room for an action; a token less
     assert truncated(Echo([]), prompt + 3) == (True, 3)
     assert truncated(Echo([]), prompt) == (True, 0)  # the prompt leaves no room at all
@@ -505,10 +554,16 @@ def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_g
     assert truncated(Echo(["x"]), answered) == (True, 4)  # the answer leaves no room; room for a token
     assert truncated(Echo(["x"]), answered + 1) == (True, 5)
     assert truncated(Echo(["x"]), max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
-    assert truncated(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)[0]  # the script goes on
-    assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard  # it never ends
     policy.max_tokens = prompt + 3  # what the model's context allows
-    assert truncated(Echo([])) == (True, 3)
+    assert truncated(Echo([]), policy=policy) == (True, 3)
+
+
+def test_where_no_action_has_an_end_a_warning_names_the_stop_ids():
+    with pytest.warns(UserWarning, match=rf"no action ended with a stop id \(\[{END}\]\)"):
+        assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        played(Echo(), Echo(), policy=lambda prompts: [[5, END], *[[6]] * (len(prompts) - 1)])
 
 
 def test_after_another_stop_token_the_template_still_closes_the_turn():
@@ -524,11 +579,10 @@ def test_after_another_stop_token_the_template_still_closes_the_turn():
 def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
     """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
     rng, outcomes = random.Random(0), Counter()
-    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\ue0000\ue000", "{{ 1/0 }}"]
+    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\u2060", "{{ 1/0 }}"]
     junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
             [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
             [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
-    roles = ["user", "tool", "system", "assistant", "developer"]
 
     def answer(*args):
         kind = rng.random()
@@ -536,6 +590,7 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
             raise rng.choice([ValueError, KeyError, RecursionError, StopIteration, MemoryError])("no")
         if kind < 0.4:
             return rng.choice(junk)
+        roles = ["user", "tool", "system", "assistant", "developer"][: 3 if args else 5]
         n = rng.randrange(1, 4)
         messages = [{"role": rng.choice(roles), "content": rng.choice(texts)} for _ in range(n)]
         return [*user("go"), *messages] if rng.random() < 0.7 else messages
@@ -549,11 +604,11 @@ def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
             assert 0 <= t.reward <= 1 and len(t.ids) == len(t.mask) and (t.reward == 0 or not t.truncated)
             assert t.ids.count(TOKENIZER.convert_tokens_to_ids(HIGH)) == (t.reward_token == HIGH)
             outcomes["rollout"] += 1
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (rcgrpo.RolloutError, ValueError) as error:
             assert re.search("env 0 .*turn|no user message|chat template", str(error)), repr(error)
             outcomes[type(error).__name__] += 1
         assert closed == [1]
-    assert len(outcomes) == 4 and outcomes["rollout"] > 50
+    assert len(outcomes) == 3 and outcomes["rollout"] > 50
 
 
 def fail(*args, error=OSError("the disk is full")):  # noqa: B008
@@ -569,33 +624,40 @@ def env_that_fails(place=None):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place, words", [
-    ("make", "env 1 was not made: "), ("reset", "env 1 (Echo), turn 0: env.reset() raised "),
-    ("step", "env 1 (Echo), turn 1: env.step() raised "),
-    ("reward", "env 1 (Echo), turn 2: env.reward() raised "),
-    ("close", "env 1 (Echo), turn last: env.close() raised "), ("policy", None), ("nowhere", None)])
-def test_an_env_that_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
-    made, policy = [], partial(fail, error=KeyboardInterrupt()) if place == "policy" else says(5, END)
+    ("make", "env 1: not made: "), ("reset", "env 1 (Echo), turn 0: env.reset(): "),
+    ("step", "env 1 (Echo), turn 1: env.step(): "), ("reward", "env 1 (Echo), turn 2: env.reward(): "),
+    ("close", "env 1 (Echo), turn 2: env.close(): "), ("policy", "turn 1: the policy: "), ("ctrl-C", None),
+    ("nowhere", None)])
+def test_what_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
+    raising = {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
+    made, policy = [], raising.get(place, says(5, END))
+    policy = partial(policy)
     policy.close = lambda: made.append(SimpleNamespace(closed=1))
 
     def make_env(task):
         made.append(fail() if (place, task) == ("make", 1) else env_that_fails(place if task == 1 else None))
         return made[-1]
 
-    error = {"policy": KeyboardInterrupt, "nowhere": None}.get(place, RuntimeError)
+    error = {"ctrl-C": KeyboardInterrupt, "nowhere": None}.get(place, rcgrpo.RolloutError)
     words = words and re.escape(words + "OSError: the disk is full")
     with pytest.raises(error, match=words) if error else nullcontext() as caught:
-        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, threads=threads)
+        collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, limits={"threads": threads})
     assert not words or isinstance(caught.value.__cause__, OSError)
     assert [env.closed for env in made] == [1] * (2 if place == "make" else 4)  # the policy too
 
 
-def test_a_reward_is_any_number_in_0_1_and_nothing_else():
+def test_an_error_is_not_hidden_by_a_script_that_did_not_come_to_its_end():
+    with pytest.raises(rcgrpo.RolloutError, match="the disk is full"):
+        played(env_that_fails("step"), policy=script("a", "b"))
+
+
+def test_a_reward_is_any_number_in_0_1_without_its_rounding_error_and_nothing_else():
     for reward in (1, 0, True, 0.25, np.float32(0.5), np.bool_(True), np.array(0.5), torch.tensor(1.0),
-                   torch.tensor(0.5, dtype=torch.bfloat16), 1 + 1e-15, -1e-17):  # the last two: sums of parts
+                   torch.tensor(0.5, dtype=torch.bfloat16), 1 + 1e-15, sum([1 / 6] * 6), -1e-17):
         (t,) = played(Echo(value=reward))
-        assert t.reward == min(1, max(0, float(reward))) and type(t.reward) is float
+        assert t.reward == round(float(reward), 9) and type(t.reward) is float and str(t.reward)[0] != "-"
     for reward in (-1, 2, 1.001, math.nan, math.inf, None, "0.5", b"1", [1.0], 1j, torch.tensor([0.5, 0.5])):
-        with pytest.raises(ValueError, match=r"env 0 \(Echo\), turn 2: env.reward\(\) returned .* \[0, 1\]"):
+        with pytest.raises(rcgrpo.RolloutError, match=r"env 0 \(Echo\), turn 2: env.reward\(\): .*1\]"):
             played(Echo(value=reward))
 
 
@@ -615,28 +677,37 @@ def test_threads_really_overlap_and_give_the_same_trajectories():
     assert play(4) == play(1)
 
 
-def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token():
+def groups_of(seed=0, **settings):
+    return collect_groups(["a", "b", "c"], lambda task: Echo([], request=task), says(5, END), TOKENIZER,
+                          generator=torch.Generator().manual_seed(seed), **settings)
+
+
+@pytest.mark.parametrize("p, expected", [(None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})])
+def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token(p, expected):
     high, low = TOKENIZER.convert_tokens_to_ids([HIGH, LOW])
+    trajectories = groups_of(G=4, p=p)
+    assert list(rcgrpo.rows_by_group([t.group for t in trajectories]).values()) == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert {t.reward_token for t in trajectories} == expected
+    for row, t in enumerate(trajectories):
+        asked = [i for i in t.ids if i in (high, low)]
+        assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
+        assert f"\n{'abc'[row // 4]}" in TOKENIZER.decode(t.ids)
 
-    def groups(seed=0, **settings):
-        return collect_groups(["a", "b", "c"], lambda task: Echo([], request=task), says(5, END), TOKENIZER,
-                              generator=torch.Generator().manual_seed(seed), **settings)
 
-    for p, expected in ((None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})):
-        trajectories = groups(G=4, p=p)
-        assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
-        assert {t.reward_token for t in trajectories} == expected
-        for t in trajectories:
-            asked = [i for i in t.ids if i in (high, low)]
-            assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
-            assert f"\n{'abc'[t.group]}" in TOKENIZER.decode(t.ids)
-
+def test_the_generator_decides_the_reward_tokens_and_limits_reach_the_rollouts():
     def tokens(**settings):
-        return [t.reward_token for t in groups(G=6, **settings)]
+        return [t.reward_token for t in groups_of(G=6, **settings)]
 
     assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2) and tokens(seed=1)[:6] != tokens(seed=1)[6:12]
     assert [tokens(p=1 / 3, stratified=True)[at : at + 6].count(HIGH) for at in (0, 6, 12)] == [2, 2, 2]
-    assert len(groups()) == 15 and all(t.truncated for t in groups(max_tokens=5))
+    assert len(groups_of()) == 15 and all(t.truncated for t in groups_of(limits={"max_tokens": 5}))
+
+
+def test_groups_of_two_calls_stay_apart_when_they_are_joined():
+    joined = [replace(t, reward=float(call)) for call in (0, 1) for t in groups_of(G=2)]
+    assert not group_advantages([t.reward for t in joined], [t.group for t in joined]).any()
+    assert group_metrics(joined)["zero_std"] == 1
 
 
 # ===== 6. Advantages =====
@@ -654,14 +725,15 @@ def advantages_by_numpy(trajectories, eps=1e-6):
 def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_std():
     closed_form = [  # (group, reward, advantage)
         ("a", 1, 3**0.5), ("b", 1, 0), ("a", 0, -(3**-0.5)), ("c", 0.1, 0), ("a", 0, -(3**-0.5)),
-        ("c", 0.1, 0), ("d", 1, 1), ("c", 0.1, 0), ("d", 0, -1), ("a", 0, -(3**-0.5))]
+        ("c", 0.1, 0), ("d", 1, 1), ("c", 0.1, 0), ("d", 0, -1), ("a", 0, -(3**-0.5)),
+        ("e", 0.1 + 0.2 + 0.3, 0), ("e", 0.3 + 0.2 + 0.1, 0)]
     groups, rewards, expected = zip(*closed_form)
     advantages = group_advantages(rewards, groups)
     assert advantages.dtype == torch.float32  # without variance: exactly 0
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
-    rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)]
+    rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)][:10]
     expected = advantages_by_numpy(rows, eps=0.1)
-    assert group_advantages(rewards, groups, 0.1).numpy() == pytest.approx(expected, abs=1e-5)
+    assert group_advantages(rewards[:10], groups[:10], 0.1).numpy() == pytest.approx(expected, abs=1e-5)
 
 
 # ===== 7. The clipped policy gradient with KL =====
@@ -768,7 +840,7 @@ def test_an_update_is_the_one_written_straight_down(by, settings):
     written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
     expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
     ref_model = ref if settings.get("beta", 1) else None
-    ours = rcgrpo_update(failed_step(model), ref_model, by(model), rl_batch(), **settings)
+    ours = rcgrpo_update(failed_step(model), ref_model, by(model), iter(rl_batch()), **settings)
     assert ours.keys() == metrics.keys()
     assert_close(ours, metrics)
     assert_moved_alike(start, model, expected)
@@ -795,20 +867,9 @@ def test_a_gradient_that_is_not_finite_is_thrown_away_for_good_and_counted(bad):
     expected, _ = straight_update(model, start, rl_batch(), updates=2)
     model.model.norm.weight.register_hook(lambda g: g * (math.nan if next(backward_passes) == bad else 1))
     metrics = rcgrpo_update(model, start, sgd(model), rl_batch(), updates=3)
-    assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"]) == (bad == 2)
+    assert metrics["skipped"] == 1 and (metrics["grad_norm"] is None) == (bad == 2)
+    assert json.dumps(metrics, allow_nan=False)
     assert_moved_alike(start, model, expected)  # two of three updates count
-
-
-def test_what_the_optimizer_does_not_hold_is_neither_trained_nor_counted():
-    model = policy_model().train()
-    start, held = copy.deepcopy(model), model.model.norm.weight
-    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    for _ in range(2):
-        metrics = rctp_step(model, torch.optim.SGD([held], 0.0), rl_batch())
-        logp = plain_scores(start, rl_batch())[0]
-        (expected,) = torch.autograd.grad(-logp.sum() / metrics["tokens"], [start.model.norm.weight])
-        assert metrics["skipped"] == 0 and metrics["grad_norm"] == pytest.approx(expected.norm().item())
-    assert all(p.grad is None for p in model.parameters())
 
 
 class Parity(Echo):
@@ -834,34 +895,30 @@ def chatter(temperature=1.0, seed=0):
 
 LONG = "the other cat sat on the mat " * 3
 TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # its rollouts are cut
-ONE, DEALT, EMPTY_SHARE = [slice(None)], [slice(0, None, 2), slice(1, None, 2)], [slice(None), slice(0, 0)]
 
 
-@pytest.mark.parametrize("shares, claims, drawing, settings", [  # claims: the policy's temperature
-    (ONE, 1.0, {}, {}),
-    (ONE, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (ONE, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory", temperature=0.6)),
-    (ONE, None, dict(limits=TIGHT), {}), (DEALT, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
-    (EMPTY_SHARE, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
-], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "an empty share"])
-def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_one(
-        shares, claims, drawing, settings):
-    start, ref, given, everyone = policy_model(384), policy_model(384, seed=1), [], []
-    models, refs = ([copy.deepcopy(model) for _ in shares] for model in (start, ref))
-    assert all(rcgrpo.packs(ref, 1) for ref in refs)
+@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: the policy's temperature
+    (1, 1.0, {}, {}),
+    (1, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (1, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
+    (1, None, dict(limits=TIGHT), {}), (2, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+    (4, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
+], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "a process without a group"])
+def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_one(
+        processes, claims, drawing, settings, monkeypatch):
+    start, ref, everyone = policy_model(384), policy_model(384, seed=1), []
+    models, refs = ([copy.deepcopy(model) for _ in range(processes)] for model in (start, ref))
+    tasks = [["the cat", LONG], ["the cat"], ["a"], ["b"]][:processes]
+    if processes == 4:  # groups are dealt to the first ones: an empty share is a share
+        monkeypatch.setattr(rcgrpo, "deal_groups", partial(deal_to_the_first, rcgrpo.deal_groups))
 
-    def work(process, gather):
-        def mine(groups):
-            given.append(groups)
-            return groups[shares[process]]
-
+    def work(process):
         model, generator = models[process], torch.Generator().manual_seed(process)
-        tasks = ["the cat", LONG][: 2 - process]  # both call their first group 0
         return rcgrpo_step(
-            model, refs[process], sgd(model), tasks, Parity, chatter(claims, process), TOKENIZER,
-            gather=gather, generator=generator, mine=mine, tokens_per_pass=150, **drawing, **settings)
+            model, refs[process], sgd(model), tasks[process], Parity, chatter(claims, process), TOKENIZER,
+            generator=generator, tokens_per_pass=150, **drawing, **settings)
 
-    together, fed = Together(models), feeds(models[0])
+    together, fed = Together(models, monkeypatch), feeds(models[0])
     started = time.perf_counter()
     results = together.run(work)
     elapsed = time.perf_counter() - started
@@ -869,9 +926,9 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
     draw.pop("limits", None)
     for process, (_, rollouts) in enumerate(results):
         draw["generator"] = torch.Generator().manual_seed(process)
-        groups = collect_groups(range(2 - process), lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
-        assert [(t.group, t.reward_token) for t in rollouts] == [(t.group, t.reward_token) for t in groups]
-        everyone += [replace(t, group=10 * process + t.group) for t in rollouts]
+        groups = collect_groups(tasks[process], lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
+        assert [t.reward_token for t in rollouts] == [t.reward_token for t in groups]
+        everyone += rollouts
     expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims or 1.0, **settings})
     assert metrics["clip_fraction"] > 0 or not settings
     metrics.update(group_metrics(everyone, draw["p"]))
@@ -880,10 +937,51 @@ def test_a_step_does_what_its_settings_say_and_two_processes_make_the_step_of_on
         assert 0 < ours["rollout_seconds"] < ours["rollout_seconds"] + ours["update_seconds"] < elapsed
         assert_close(ours, metrics)
         assert_moved_alike(start, model, expected)
-    lengths = [sum(len(everyone[row].ids) for row in rows) for rows in given[0]]
-    assert given[0] == given[-1] and lengths == sorted(lengths, reverse=True) != sorted(lengths)
-    assert max(tokens for _, tokens in fed) <= 150 < sum(lengths)
+    assert max(tokens for _, tokens in fed) <= 150
     assert (metrics["truncated"] > 0) == ("limits" in drawing)
+
+
+def deal_to_the_first(deal, rollouts):
+    everyone, dealt = deal(rollouts)
+    every_share = rcgrpo.from_all([dealt])
+    return everyone, sum(every_share, []) if rcgrpo.dist.get_rank() == 0 else []
+
+
+def test_groups_are_dealt_by_length_and_none_is_renamed(monkeypatch):
+    rollouts = [trajectory([1] * n, ([2], []), group=f"{n}") for n in (3, 9, 5, 7) for _ in range(2)]
+    shares = Together([policy_model()] * 2, monkeypatch).run(
+        lambda process: rcgrpo.deal_groups(rollouts[4 * process : 4 * process + 4]))
+    assert [everyone for everyone, _ in shares] == [rollouts] * 2
+    assert [[t.group for t in dealt] for _, dealt in shares] == [["9", "9", "5", "5"], ["7", "7", "3", "3"]]
+
+
+def test_a_hindsight_step_is_stage_1_on_what_earned_1_labelled_high(monkeypatch):
+    start, tokens = policy_model(384), [HIGH, LOW, None, LOW]
+    envs = [Echo(value=R) for R in (1.0, 1.0, sum([1 / 6] * 6), 0.5)]
+    found = played(*envs, reward_tokens=tokens, policy=chatter(), groups=["g"] * 4)
+    found.append(Trajectory([1], [0], reward=1.0))  # without an action there is nothing to learn
+    high = played(*[Echo() for _ in range(3)], reward_tokens=[HIGH] * 3, policy=says(5, END))[0]
+    prompt = high.ids[: high.mask.index(1)]
+    labelled = [trajectory(prompt, (t.ids[t.mask.index(1) :], [])) for t in found[:3]]
+    for t, source in zip(labelled, found):
+        t.mask[len(prompt) :] = source.mask[source.mask.index(1) :]
+    expected, metrics = straight_rctp(start, labelled)
+    for shares in ([found], [found[:1], found[1:]], [found, []]):
+        models = [copy.deepcopy(start) for _ in shares]
+        optimizers = [sgd(model) for model in models]
+        steps = [partial(hindsight_step, *given, TOKENIZER) for given in zip(models, optimizers, shares)]
+        results = Together(models, monkeypatch).run(lambda process, steps=steps: steps[process]())
+        for ours, model in zip(results, models):
+            assert_close(ours, {**metrics, "count": 3})
+            assert_moved_alike(start, model, expected)
+
+
+def test_a_hindsight_step_that_finds_nothing_says_so_and_moves_nothing():
+    model = policy_model(384)
+    before = copy.deepcopy(model.state_dict())
+    metrics = hindsight_step(model, adamw(model), played(Echo(value=0.9)), TOKENIZER)
+    assert metrics == {"loss": None, "tokens": 0, "grad_norm": None, "skipped": 0, "count": 0}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # ===== 9. What to watch, and the two propositions =====
@@ -904,8 +1002,13 @@ def test_metrics_by_hand():
     assert group_metrics(batch, p=0.5) == pytest.approx(expected, abs=1e-5)
     expected["sigma2_floor"] = 3 / 4 * 3 / 8 * 5 / 8 * 0.4**2  # p as measured
     assert group_metrics(batch) == pytest.approx(expected, abs=1e-5)
-    plain = group_metrics(scored([0.1] * 3) + scored([0], truncated=True, group=1))
-    assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
+    uneven = scored([1, 0], [HIGH, LOW]) + scored([1, 1, 1, 0, 0, 0], [HIGH] * 3 + [LOW] * 3, group=1)
+    assert group_metrics(uneven, p=0.5)["sigma2_floor"] == pytest.approx((1 / 2 + 5 / 6) / 2 * 0.25)
+
+
+def test_metrics_without_reward_tokens_and_without_rounding_errors():
+    plain = group_metrics(scored([0.1] * 3 + [0.1 + 1e-12]) + scored([0], truncated=True, group=1))
+    assert plain["zero_std"] == 1 and plain["truncated"] == 0.2  # no rounding error counts as variance
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
@@ -960,33 +1063,31 @@ def tiny(kind, **overrides):
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0, original_max_position_embeddings=16)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
-NOISY = {
+# What a small model of a type needs to show what is special in it: kinds of layers, scales, windows, noise.
+OF_TYPE = {
+    **{kind: layers(SLIDING, FULL) for kind in ("gemma3_text", "olmo3", "cohere2", "exaone4")},
+    **{kind: layers(SLIDING, FULL, sliding_window=8) for kind in ("gemma2", "gpt_oss")},
+    **{kind: layers(LINEAR, FULL) for kind in (
+        "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
+    **{kind: layers("conv", FULL) for kind in ("lfm2", "lfm2_moe")},
+    "bamba": dict(attn_layer_indices=[1]), "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    "llama4_text": layers("chunked_attention", FULL, attention_chunk_size=8, no_rope_layers=[1, 0]),
+    "deepseek_v3": dict(num_key_value_heads=4), "granite": dict(logits_scaling=8.0),
+    "cohere": dict(logit_scale=0.1), "llama": dict(rope_parameters=YARN, max_position_embeddings=64),
+    "phi3": dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=262144),
     "seed_oss": dict(attention_dropout=0.3, residual_dropout=0.3), "phi": dict(resid_pdrop=0.3),
-    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "mixtral": dict(router_jitter_noise=0.3),
-    "opt": dict(dropout=0.3, attention_dropout=0.3),
+    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "phimoe": dict(router_jitter_noise=0.3),
+    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5),
+    "mixtral": dict(router_jitter_noise=0.3, output_router_logits=True),
 }
-# What people train is packed, without a warning: a fault of ours would else hide behind the slow path.
-PACKED = [
-    *((kind, {}) for kind in "qwen2 qwen3 llama mistral gemma smollm3 qwen3_moe olmo2 glm4_moe".split()),
-    *((kind, layers(SLIDING, FULL)) for kind in "gemma3_text olmo3 cohere2".split()),
-    ("deepseek_v3", dict(num_key_value_heads=4)),
-    ("llama4_text", layers("chunked_attention", FULL, attn_temperature_tuning=False)),
-    ("granite", dict(logits_scaling=8.0)), ("cohere", dict(logit_scale=0.1)),
-    ("phi3", dict(sliding_window=262144)),
-    ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=64)),
-    ("llama", dict(rope_parameters=YARN, max_position_embeddings=64)), *NOISY.items(),
-]
-# The rest may be computed row by row: states, convolutions, sinks, soft-caps, biases, windows of 8 that bite.
+# Row by row: biases of place, states, convolutions, masks that go by keyword, what a setting adds to a type.
 OTHERS = [
-    *((kind, {}) for kind in "gpt_neox bloom stablelm bart".split()), ("falcon", dict(head_dim=None)),
-    ("qwen3_5_text", layers(LINEAR, FULL)), ("lfm2", layers("conv", FULL)),
-    ("granitemoehybrid", dict(layer_types=["mamba", "attention"])), ("mistral", dict(sliding_window=8)),
-    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)),
+    *((kind, {}) for kind in ("bloom", "mpt", "stablelm", "bart", "mamba", "rwkv", "doge", "afmoe")),
+    ("falcon", dict(head_dim=None)), ("modernbert-decoder", dict(local_attention=8)),
+    ("roberta", dict(is_decoder=True, pad_token_id=1)), ("mistral", dict(sliding_window=8)),
+    ("gemma3_text", layers(FULL, final_logit_softcapping=30.0)), ("qwen2", dict(attn_implementation="eager")),
     ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)),
-    *((kind, layers(SLIDING, FULL, sliding_window=8)) for kind in ("gemma3_text", "gemma2", "gpt_oss")),
-    ("llama4_text", layers("chunked_attention", FULL, attention_chunk_size=8)),
-    ("llama4_text", layers("chunked_attention", FULL, no_rope_layers=[1, 0], floor_scale=8)),
-    ("modernbert-decoder", dict(local_attention=8)),
+    ("gemma3_text", layers(SLIDING, FULL, sliding_window=8)),
 ]
 PROMPT = [3, 9, 14, 22, 31, 40, 5, 8]
 ROWS = [trajectory([9, 2, 9]),  # its prompt filled the context: no action
@@ -1010,30 +1111,81 @@ def assert_same(ours, expected):
         assert (ours[1][name] - gradient).abs().max() <= 2e-5 * max(1.0, gradient.abs().max()), name
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("kind, overrides", [*PACKED, *OTHERS])
-def test_any_architecture_is_scored_and_sampled_as_its_plain_forward_pass(kind, overrides):
-    model = tiny(kind, **overrides)
-    expected = with_gradients(model, plain_scores(model, ROWS)[0])
-    prompts = [[7, 8], [5] * 11]
-    model.train()
+class PolicyThatChecks(ModelPolicy):
+    """Its logits are, after each token that it reads, those of a plain pass over the row."""
+
+    def _feed(self, new):
+        logits = super()._feed(new)
+        for row in [row for row, ids in enumerate(new) if ids]:
+            with torch.no_grad():
+                expected = self.model(torch.tensor([self.read[row]]), use_cache=False).logits[0, -1]
+            assert (logits[row] - expected).abs().max() < 1e-4 * max(1, expected.abs().max())
+        return logits
+
+
+def score_and_sample(model):
+    """Both are as the definition has them. Returns the rows of each pass of scoring, and of sampling."""
+    expected, fed = with_gradients(model, plain_scores(model, ROWS)[0]), feeds(model)
+    assert_same(with_gradients(model, action_logprobs(model.train(), ROWS)), expected)
+    passes = [rows for rows, _ in fed]
+    model.train()  # noise would be seen
+    policy = PolicyThatChecks(model, STOPS, 0.7, 3, torch.Generator().manual_seed(0))
+    fed.clear()
+    converse(policy, [[7, 8], [5] * 11, PROMPT + PROMPT], [1, 2, 2])
+    return passes, [rows for rows, _ in fed][::2]  # each is checked by as many plain passes, of one row
+
+
+def test_importing_the_file_changes_nothing_in_the_process():
+    def state():
+        return (dict(AttentionInterface._global_mapping), dict(os.environ), list(warnings.filters),
+                torch.get_default_dtype(), torch.initial_seed(), logging.getLogger("transformers").level)
+
+    before = state()
+    spec = importlib.util.spec_from_file_location("once_more", rcgrpo.__file__)
+    spec.loader.exec_module(sys.modules.setdefault("once_more", importlib.util.module_from_spec(spec)))
+    del sys.modules["once_more"]
+    assert state() == before
+
+
+@pytest.mark.parametrize("kind", sorted(rcgrpo.PACKED | rcgrpo.BATCHED))
+def test_a_listed_type_is_scored_and_sampled_as_its_plain_forward_pass(kind):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        policy = ModelPolicy(model, set(), 0, 2)
-        said = policy(prompts)
-        assert_same(with_gradients(model, action_logprobs(model, ROWS)), expected)
-        longer = [prompt + action + [50] for prompt, action in zip(prompts[1:], said[1:])]
-        model.train()
-        said += policy(longer)
-    model.eval()
-    for prompt, action in zip([*prompts, *longer], said):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + action[:1]]), use_cache=False).logits[0, -2:]
-        assert action == logits.argmax(-1).tolist()
-    if (kind, overrides) in PACKED:
-        assert rcgrpo.packs(model, 15) and not any("one by one" in str(w.message) for w in warned)
+        passes, _ = score_and_sample(tiny(kind, **OF_TYPE.get(kind, {})))
+    slow = [warning for warning in warned if "rows are computed one by one" in str(warning.message)]
+    if kind in rcgrpo.PACKED:
+        assert len(passes) == 1 and not slow
     else:
-        assert rcgrpo.packs(model, 15) == rcgrpo.packs(copy.deepcopy(model).bfloat16(), 15)
+        assert len(passes) == len(ROWS) and len(slow) == 1
+
+
+@pytest.mark.filterwarnings("ignore:rows are computed one by one")
+@pytest.mark.parametrize("kind, settings", OTHERS)
+def test_other_types_and_settings_are_right_row_by_row(kind, settings):
+    rcgrpo.register_attention()  # which all types of the process go through from then on
+    passes, _ = score_and_sample(tiny(kind, **settings))
+    assert len(passes) >= len(ROWS)
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("gemma3_text", dict(use_bidirectional_attention=True)), ("llama", dict(is_causal=False)),
+    ("roberta", dict(is_decoder=False)), ("bert", {}), ("electra", {})])
+def test_a_model_that_looks_ahead_is_refused(kind, settings):
+    model = tiny(kind, **settings)
+    for use in (lambda: action_logprobs(model, ROWS), lambda: sample(model, [[1, 2]], 1.0, 2, {0})):
+        with pytest.raises(ValueError, match="is no causal language model: its logits look ahead"):
+            use()
+
+
+def test_attention_that_somebody_replaced_is_noticed():
+    model = tiny("qwen2")
+    layer = model.model.layers[1].self_attn
+    layer.forward = lambda hidden_states, **given: (hidden_states, None)
+    with pytest.raises(RuntimeError, match="1 of 2 layers attend"):
+        action_logprobs(model, ROWS)
+    model.set_attn_implementation("eager")
+    with pytest.warns(UserWarning, match="one by one"):
+        assert torch.allclose(action_logprobs(model, ROWS), plain_scores(model, ROWS)[0], atol=1e-5)
 
 
 def groups_of_every_kind():
@@ -1050,133 +1202,86 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-def test_one_pass_over_groups_equals_one_pass_a_row():
-    trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
-    model.set_attn_implementation("eager")
+def test_one_pass_over_groups_equals_one_pass_a_row_and_makes_logits_chunk_by_chunk():
+    trajectories, model, made = groups_of_every_kind()["mixed"], tiny_model(50), []
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
-    expected = with_gradients(model, logp)
-    model.set_attn_implementation("sdpa")
-    assert rcgrpo.packs(model, 100)
+    expected, fed, head = with_gradients(model, logp), feeds(model), model.get_output_embeddings()
+    head.register_forward_hook(lambda head, args, out: made.append(len(out)) if out.shape[-1] == 50 else None)
     logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
+    actions = sum(sum(t.mask) for t in trajectories)
+    assert len(fed) == 1 and sum(made) == actions and max(made) == 5  # where actions are predicted
     assert_same(with_gradients(model, logp), expected)
     assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
-    model.set_attn_implementation("eager")  # which knows nothing of groups
-    assert_same(with_gradients(model, action_logprobs(model, trajectories, 0.8)), expected)
-
-
-def test_a_window_is_known_from_the_config_for_short_rows_do_not_show_it():
-    for kind, name in (("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size"),
-                       ("gpt_neo", "window_size"), ("recurrent_gemma", "attention_window_size"),
-                       ("deepseek_v32", "index_topk")):
-        assert rcgrpo.attention_window(AutoConfig.for_model(kind, **{name: 20})) == 20
-    nowhere = AutoConfig.for_model("gemma3_text", **layers(FULL, sliding_window=20))
-    assert rcgrpo.attention_window(nowhere) == math.inf
-    both = AutoConfig.for_model("gemma3", text_config=dict(sliding_window=20, max_position_embeddings=64))
-    assert (rcgrpo.attention_window(both), rcgrpo.context_length(both)) == (20, 64)  # of the text
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-def test_attention_that_depends_on_places_beyond_a_trial_is_known_from_the_config_too():
-    model = tiny("llama4_text", **layers("chunked_attention", FULL, no_rope_layers=[1, 0]))
-    assert not rcgrpo.packs(model, 9) and not rcgrpo.pads(model)
-
-
-@pytest.mark.filterwarnings("error:.*cannot be")  # nor more slowly
-def test_a_compiled_model_is_scored_and_sampled_as_the_model_itself():
-    model = lively()
-    compiled, expected = torch.compile(model, backend="eager"), action_logprobs(model, rl_batch())
-    with torch.compiler.set_stance("force_eager"):  # the wrapper is what matters
-        assert torch.allclose(action_logprobs(compiled, rl_batch()), expected, atol=1e-5)
-        assert ModelPolicy(compiled, STOPS, 0, 5)(PROMPTS) == ModelPolicy(model, STOPS, 0, 5)(PROMPTS)
+    assert sum(made) == 2 * actions and max(made) == 5  # none was kept
+    group = groups_of_every_kind()["conditioned"]
+    action_logprobs(model, group)
+    assert fed[1] == (1, 20 + sum(len(t.ids) - 20 for t in group))  # what they share is read once
 
 
 def test_the_entropy_is_finite_where_tokens_are_impossible():
-    logits, two = torch.tensor([[1.0, -math.inf, 1.0]]), torch.tensor([2])
-    logp, entropy = rcgrpo.read_logits(logits, two, 1.0, entropy=True)
+    head, two = torch.nn.Identity(), torch.tensor([2])
+    logp, entropy = rcgrpo.read_chunk(head, 1.0, True, torch.tensor([[1.0, -math.inf, 1.0]]), two)
     assert logp.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
     coarse = torch.tensor([[1.5, 20.0, 19.0]]).bfloat16()  # is divided by the temperature in fp32
-    logp, _ = rcgrpo.read_logits(coarse, two, 0.7, entropy=False)
-    assert torch.equal(logp, rcgrpo.read_logits(coarse.float(), two, 0.7, entropy=False)[0])
+    logp, _ = rcgrpo.read_chunk(head, 0.7, False, coarse, two)
+    assert torch.equal(logp, rcgrpo.read_chunk(head, 0.7, False, coarse.float(), two)[0])
 
 
-def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
-    trajectories, model, rows = groups_of_every_kind()["conditioned"], tiny_model(50), []
-    assert rcgrpo.packs(model, 100)
-    fed, head = feeds(model), model.get_output_embeddings()
-    head.register_forward_hook(lambda head, args, out: rows.append(len(out)) if out.shape[-1] == 50 else None)
-    logp = action_logprobs(model, trajectories, rows_per_chunk=4)
-    actions = sum(sum(t.mask) for t in trajectories)
-    assert fed == [(1, 20 + sum(len(t.ids) - 20 for t in trajectories))]
-    assert sum(rows) == actions and max(rows) == 4
-    logp.sum().backward()  # nothing was kept: each chunk is made again
-    assert sum(rows) == 2 * actions and max(rows) == 4
+@pytest.mark.parametrize("kind, settings, length", [
+    ("llama", dict(max_position_embeddings=40), 40), ("mamba", {}, math.inf),
+    ("gemma3", dict(text_config=dict(max_position_embeddings=64)), 64),
+    # as the card of Qwen2.5 has it; and as DeepSeek-V3, where the positions are the stretched ones
+    ("qwen2", dict(max_position_embeddings=2**15, rope_parameters={
+        **YARN, "original_max_position_embeddings": 2**15}), 2**17),
+    ("llama", dict(max_position_embeddings=64, rope_parameters=YARN), 64),
+    ("llama", dict(max_position_embeddings=64, rope_parameters=DYNAMIC), 16),
+    ("llama4_text", dict(floor_scale=100), 99),  # then its temperature changes, with the place in the batch
+])
+def test_the_context_is_that_of_the_positions_and_of_the_rope(kind, settings, length):
+    assert rcgrpo.context_length(AutoConfig.for_model(kind, **settings)) == length
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt2", "mixtral"])
-def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers_from_the_first_pass_on(kind):
-    model, calls = tiny(kind, **NOISY[kind]), []
-    reference = copy.deepcopy(model).train()
+def test_a_compiled_model_is_scored_and_sampled_as_the_model_itself():
+    model = lively()
+    compiled, expected = torch.compile(model, backend="eager"), action_logprobs(model, rl_batch())
+    fed = feeds(model)
+    with torch.compiler.set_stance("force_eager"):  # the wrapper is what matters
+        assert torch.allclose(action_logprobs(compiled, rl_batch()), expected, atol=1e-5)
+        assert len(fed) == 1  # packed
+        assert ModelPolicy(compiled, STOPS, 0, 5)(PROMPTS) == ModelPolicy(model, STOPS, 0, 5)(PROMPTS)
+
+
+@pytest.mark.parametrize("kind, asked", [
+    ("opt", {}), ("gpt2", dict(activation_checkpointing_kwargs=dict(use_reentrant=True))),
+    ("mixtral", dict(offload=True))])
+def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(kind, asked, monkeypatch):
+    model, calls, offloads = tiny(kind, **OF_TYPE[kind]), [], []
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu",
+                        lambda **_: offloads.append(1) or nullcontext())
     expected = with_gradients(model, plain_scores(model, rl_batch())[0])
-    model.activation_checkpointing_enable()
+    reference = copy.deepcopy(model)
+    model.activation_checkpointing_enable(**asked)
     for name, module in model.named_modules():
-        if name.endswith((".self_attn", ".attn")):  # the trial of packing comes before, without gradients
-            module.register_forward_pre_hook(
-                lambda module, args: calls.append(module) if torch.is_grad_enabled() else None)
+        if name.endswith((".self_attn", ".attn")):
+            module.register_forward_pre_hook(lambda module, args: calls.append(module))
     for model_call in range(1, 3):
         assert_same(with_gradients(model, action_logprobs(model.train(), rl_batch())), expected)
         assert [calls.count(layer) for layer in set(calls)] == [2 * model_call] * 2
-    assert rcgrpo.packs(model, 100)
-    assert rcgrpo_update(model.train(), reference, sgd(model), rl_batch(), beta=1.0)["kl"] == 0
-    model, reference = copy.deepcopy(reference), copy.deepcopy(reference)
-    for either in (model, reference):
-        either.activation_checkpointing_enable()
+    assert len(offloads) == (4 if "offload" in asked else 0)
+    assert not any("forward" in vars(module) for module in model.modules())  # all is as it was
     assert rcgrpo_update(model.train(), reference.train(), sgd(model), rl_batch(), beta=1.0)["kl"] < 1e-9
-    for either in (model, reference):  # nor has any pass after it
-        with torch.no_grad():
-            after, quiet = (plain_scores(m, rl_batch())[0] for m in (either, copy.deepcopy(either).eval()))
-        assert torch.equal(after, quiet)
-
-
-def test_autocast_inside_of_a_model_does_not_make_it_slow():
-    """As accelerate has it: the logits are fp32 again, though rounded to bf16 before."""
-    model = tiny_model(50, initializer_range=0.1)
-    forward = model.forward
-
-    def mixed(*args, **given):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = forward(*args, **given)
-        out.logits = out.logits.float()
-        return out
-
-    model.forward = mixed
-    with torch.no_grad():
-        assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
-    assert rcgrpo.packs(model, 100) and rcgrpo.pads(model)
 
 
 def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
     model = tiny_model(50, initializer_range=0.05)
     expected, gradients = with_gradients(model, plain_scores(model, rl_batch())[0])
     model.activation_checkpointing_enable()
+    fed = feeds(model)
     with torch.autocast("cpu", torch.bfloat16):
         ours, ours_gradients = with_gradients(model, action_logprobs(model.train(), rl_batch()))
-        assert rcgrpo.packs(model, 100)
-    assert ours.dtype == torch.float32 and 0 < (ours - expected).abs().max() < 0.05
+    assert ours.dtype == torch.float32 and 0 < (ours - expected).abs().max() < 0.05 and len(fed) == 1
     for name, gradient in gradients.items():
         assert (ours_gradients[name] - gradient).norm() < 0.05 * gradient.norm() + 0.02, name
-
-
-def test_ids_that_were_looked_up_belong_to_who_asked():
-    chat = chat_format(ready_tokenizer())
-    for ask in (lambda: chat.prompt(user("the cat"), HIGH), lambda: chat.suffix(user("sat"))):
-        first = ask()
-        expected = list(first)
-        first.append(7)
-        assert ask() == expected
-    calls = []
-    few = rcgrpo.remembered(lambda n: calls.append(n) or [n], most=2)
-    assert [few(n) for n in (1, 2, 1, 3, 1)] == [[1], [2], [1], [3], [1]] and calls == [1, 2, 3, 1]
 
 
 def test_autocast_may_stand_around_the_whole_loop():
@@ -1194,70 +1299,65 @@ def test_autocast_may_stand_around_the_whole_loop():
     assert all(torch.equal(a, b) for a, b in zip(*ended))
 
 
-def test_a_model_that_was_scored_and_sampled_is_freed_with_its_last_user():
-    model = policy_model()
-    action_logprobs(model, rl_batch())
-    sample(model, [[1]], 0, 1, {0})
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
+def test_the_layout_survives_fsdp2(tmp_path):
+    """Which copies and casts what is in keywords."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, plain = tiny_model(50, initializer_range=0.1), tiny_model(50, initializer_range=0.1).bfloat16()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        casts = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=True)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=casts, mesh=dist.init_device_mesh("cpu", (1,)))
+        model.activation_checkpointing_enable()
+        fed = feeds(model)
+        ours = action_logprobs(model, rl_batch())
+        assert len(fed) == 1 and torch.allclose(ours, action_logprobs(plain, rl_batch()), atol=0.02)
+        ours.sum().backward()
+        action_logprobs(model, []).sum().backward()  # as a process that has less to do
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
-def test_running_out_of_memory_in_a_trial_says_nothing_about_the_model():
-    model = policy_model()
-
-    def compare(*_):
-        raise torch.OutOfMemoryError("no room")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        rcgrpo.trial(model, "packed", compare)
-    assert rcgrpo.packs(model, 10)
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("dtype, differences, fits", [
-    (torch.float32, [0, 0, 2e-3], False), (torch.float32, [9e-4] * 3, True),
-    (torch.bfloat16, [0.4, 0, 0.1], True),  # as real models have it
-    (torch.bfloat16, [0.3, 0.3, 0.3], False),
-])
-def test_a_trial_tells_the_rounding_of_bf16_from_another_distribution(dtype, differences, fits):
-    differences = torch.tensor(differences)
-    why_not = rcgrpo.trial(tiny_model(50).to(dtype), "packed", lambda *_: (differences, 0 * differences))
-    assert fits == (why_not is None)
-
-
-@pytest.mark.parametrize("limit", [1, 60, 10**6])
+@pytest.mark.parametrize("limit", [1, 60, 200, 10**6])
 def test_a_pass_has_at_most_so_many_tokens_and_groups_that_fit_stay_together(limit):
+    def tokens(rows):
+        action_logprobs(model, [batch[row] for row in rows])
+        return fed[-1][1]
+
     model, batch = policy_model(), groups_of_every_kind()["mixed"] + rl_batch()
     parts, fed = rcgrpo.passes(model, batch, limit), feeds(model)
-    for rows in parts:
-        action_logprobs(model, [batch[row] for row in rows])
-    tokens = [length for _, length in fed]
-    assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
-    assert all(n <= limit or len(rows) == 1 for n, rows in zip(tokens, parts))
-    assert tokens[0] == max(tokens)  # memory runs out at once or never
-    assert len(parts) <= 2 * sum(tokens) / limit + 1
-    for rows in rcgrpo.rows_by_group([t.group for t in batch]).values():
-        action_logprobs(model, [batch[row] for row in rows])
-        assert fed[-1][1] > limit or sum(not set(rows).isdisjoint(part) for part in parts) == 1
+    groups = list(rcgrpo.rows_by_group([t.group for t in batch]).values())
+    assert sum(parts, []) == sum(groups, [])  # in their order
+    assert all(len(part) == 1 or tokens(part) <= limit for part in parts)
+    for rows in groups:
+        assert tokens(rows) > limit or sum(not set(rows).isdisjoint(part) for part in parts) == 1
+    for part, after in itertools.pairwise(parts):  # none was left that had room
+        whole = [rows for rows in groups if after[0] in rows][0]
+        assert tokens(part + after[:1]) > limit or tokens(part + whole) > limit and part[-1] not in whole
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-def test_all_processes_make_as_many_passes_empty_ones_too_and_a_model_that_is_not_packed_one_a_row():
+def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_row(monkeypatch):
     model, batch = tiny("mistral", sliding_window=40), rl_batch()[:3]
-    parts = rcgrpo.passes(model, batch, 1, lambda values: [*values, 5])
-    assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[], []]
-    assert rcgrpo.passes(model, [], 1, lambda values: [*values, 2]) == [[], []]
-    rows = [trajectory([1], ([2] * n, [])) for n in (4, 3, 3)]
-    assert rcgrpo.passes(model, rows, 8) == [[1, 2], [0]]  # the longest pass first
     assert [len(rows) for rows in rcgrpo.passes(model, batch, 10**6)] == [3]
-    elsewhere = rcgrpo.passes(model, batch, 10**6, lambda values: [max(values[0], 41)])  # beyond the window
-    assert [len(rows) for rows in elsewhere[:3]] == [1] * 3
-    for model in (tiny("qwen2"), tiny("bloom")):  # packed, and not
-        logp, entropy = action_logprobs(model, [], entropy=True)
+    monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 2])  # another process's two passes
+    assert rcgrpo.passes(model, [], 1) == [[], []] and len(rcgrpo.passes(model, batch, 10**6)) == 2
+    monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 41])  # another's row beyond the window
+    with pytest.warns(UserWarning, match="longer than its window"):
+        parts = rcgrpo.passes(model, batch, 10**6)
+    assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[]] * 38
+
+
+@pytest.mark.filterwarnings("ignore:rows are computed one by one")
+@pytest.mark.parametrize("kind", ["qwen2", "bloom"])  # packed, and not
+def test_an_empty_pass_and_a_row_without_an_action_reach_every_weight(kind):
+    model = tiny(kind)
+    for part in ([], ROWS[:1]):
+        model.zero_grad(set_to_none=True)
+        logp, entropy = action_logprobs(model, part, entropy=True)
         logp.sum().backward()
-        assert logp.shape == entropy.shape == (0, 0)
+        assert logp.shape == entropy.shape == (len(part), 0)
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
@@ -1283,7 +1383,7 @@ def read_again(model, T, n, generator=None):
     def policy(prompts):
         rows, talking = [list(prompt) for prompt in prompts], set(range(len(prompts)))
         while talking:
-            logits = torch.zeros(len(rows), 50)  # rows that are over stay in the draw
+            logits = torch.zeros(len(rows), model.config.vocab_size)  # rows that are over stay in the draw
             for row in talking:
                 logits[row] = read(*rows[row])
             greedy = logits.argmax(-1).tolist()
@@ -1308,20 +1408,21 @@ def converse(policy, prompts, turns):
     return conversations
 
 
-def test_sampling_draws_from_exactly_softmax_of_the_logits():
-    model = tiny_model(8, initializer_range=0.6)
-    model.generation_config = GenerationConfig(temperature=0.7, top_p=0.3, top_k=2, repetition_penalty=1.9,
+@pytest.mark.parametrize("kind, T", [("qwen2", 1.3), ("gpt_oss", 0.7)])
+def test_sampling_draws_from_exactly_softmax_of_the_logits(kind, T, n=3000):
+    model = tiny(kind, vocab_size=8, **OF_TYPE.get(kind, {}))
+    model.generation_config = GenerationConfig(temperature=0.4, top_p=0.3, top_k=2, repetition_penalty=1.9,
                                                do_sample=True)
-    prompt, T, n = [3, 1, 4], 1.3, 4000
+    prompt = [3, 1, 4]
     draws = sample(model, [prompt] * n, T, 2, stop_ids={0}, generator=torch.Generator().manual_seed(0))
-    for said, before in ((draws, []), ([d[1:] for d in draws if d[0] == 5], [5])):
+    often = np.bincount([d[0] for d in draws]).argmax()
+    for said, before in ((draws, []), ([d[1:] for d in draws if d[0] == often and often], [often])):
         with torch.no_grad():
             expected = (model(torch.tensor([prompt + before])).logits[0, -1] / T).softmax(-1).numpy()
         share = np.bincount([d[0] for d in said], minlength=8) / len(said)
-        assert np.abs(share - expected).max() < 4 * 0.5 / len(said) ** 0.5
+        assert len(said) > 300 and np.abs(share - expected).max() < 4 * 0.5 / len(said) ** 0.5
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token is kept
     assert draws == sample(model, [prompt] * n, T, 2, {0}, torch.Generator().manual_seed(0))
-    assert rcgrpo.next_logits(model.bfloat16(), [prompt]).dtype == torch.float32
 
 
 WINDOW = dict(use_sliding_window=True, sliding_window=14, max_window_layers=1)
@@ -1346,11 +1447,23 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
     assert all(rows * slots <= cache_tokens or rows == 1 for rows, slots in kept) and max(kept)[0] > 2
 
 
-def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_goes_on_as_before():
-    model = tiny_model(50)
+@pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss", "bloom"])  # the last is in no list
+def test_types_that_keep_nothing_for_the_next_turn_draw_as_reading_again_does_at_the_same_seed(kind):
+    model = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {}))
+    policy = ModelPolicy(model, STOPS, 0.7, 4, torch.Generator().manual_seed(3))
+    again, fed = read_again(model, 0.7, 4, torch.Generator().manual_seed(3)), feeds(model)
+    said = converse(policy, PROMPTS[1:6], TURNS[1:6])
+    if kind in rcgrpo.BATCHED:
+        assert fed[:2] == [(5, 7), (5, 1)]  # the prompts, then a token each
+        assert said == converse(again, PROMPTS[1:6], TURNS[1:6])
+    else:
+        assert fed[2:4] == [(1, 7), (1, 8)]  # after a look whether it looks ahead
+        assert said == converse(lambda prompts: [again([p])[0] for p in prompts], PROMPTS[1:6], TURNS[1:6])
+
+
+def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
+    model = tiny_model(50).train()
     model.activation_checkpointing_enable()  # under which the library keeps nothing
-    assert rcgrpo.pads(model.eval())  # a trial, the first time
-    model.train()
     shapes, policy = feeds(model), ModelPolicy(model, {99}, 1.0, 2, torch.Generator().manual_seed(0))
 
     def turn(conversations, *new):
@@ -1371,20 +1484,13 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once_and_training_g
     turn([talk, talk], 0, 0)  # two go on from one: read again, once
     assert shapes == [(1, len(talk) - 1), (2, 1), (2, 1)]
     turn([[1, 2], [3], [4, 5, 6]], 0, 0, 0)  # different prompts share nothing
-    assert shapes == [(3, 3), (3, 1)] and model.training
-
-
-def v_proj(model):
-    return model.model.layers[0].self_attn.v_proj.weight
+    assert shapes == [(3, 3), (3, 1)]
 
 
 @pytest.mark.parametrize("change", [
-    lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
-    lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
-    lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
-    lambda model: torch.Tensor.copy_(v_proj(model).detach(), v_proj(model).detach().flip(0)),
-    lambda model: setattr(v_proj(model), "data", v_proj(model).detach().flip(0)),
-], ids=["in place", "other .data", "a row of .data", "another order", "others in another order"])
+    torch.nn.init.normal_, lambda p: setattr(p, "data", -p.data), lambda p: p.data[0].fill_(1.0),
+    lambda p: p.detach().copy_(p.detach().flip(0)), lambda p: setattr(p, "data", p.detach().flip(0)),
+], ids=["as an optimizer", "other .data", "a row of .data", "another order", "others in another order"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
     for p in model.parameters():
@@ -1392,7 +1498,7 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
-    change(model)
+    change(model.model.layers[0].self_attn.v_proj.weight)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
@@ -1409,37 +1515,24 @@ def test_prompts_that_do_not_go_on_from_the_last_call_are_read_from_their_beginn
 
 
 def test_a_forward_pass_that_failed_leaves_nothing_half_read():
-    model, prompts = lively().train(), PROMPTS[2::2]  # all different
+    model, prompts = lively(), PROMPTS[2::2]  # all different
     policy = ModelPolicy(model, STOPS, 0, 5)
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
-    hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
-        policy(longer)
-    hook.remove()
-    assert model.training
-    longer = [prompt + [9] for prompt in longer]
-    assert policy(longer) == read_again(model.eval(), 0, 5)(longer)
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot be")
-@pytest.mark.parametrize("kind, settings", [  # positions start anew with a cache; layers that carry a state
-    ("roberta", dict(is_decoder=True, pad_token_id=1)), ("bamba", dict(attn_layer_indices=[1]))])
-def test_a_model_that_padding_disturbs_is_sampled_row_by_row(kind, settings):
-    model, prompts = tiny(kind, vocab_size=50, initializer_range=0.4, **settings), PROMPTS[1::2]
-    ours, plain = ModelPolicy(model, STOPS, 0, 6), read_again(model, 0, 6)
-    assert converse(ours, prompts, [2] * 4) == converse(plain, prompts, [2] * 4)
-    ours = ModelPolicy(model, STOPS, 1.0, 6, torch.Generator().manual_seed(0))
-    plain = read_again(model, 1.0, 6, torch.Generator().manual_seed(0))
-    assert ours(prompts) == [plain([prompt])[0] for prompt in prompts]
+    for interrupted in (longer, [prompts[0]] * 2):  # going on, and beginning with what two have in common
+        hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
+            policy(interrupted)
+        hook.remove()
+        longer = [prompt + [9] for prompt in interrupted[-1:]]
+        assert policy(longer) == read_again(model, 0, 5)(longer)
 
 
 def test_an_action_ends_with_a_stop_token_or_at_a_limit():
-    model, prompts = tiny_model(50, max_position_embeddings=32).eval(), [[9] * 29, [9] * 31, [9] * 5]
+    model, prompts = tiny_model(50, max_position_embeddings=32), [[9] * 29, [9] * 31, [9] * 5]
     said = sample(model, prompts, 0, 20, {99})
     assert [len(action) for action in said] == [3, 1, 20]  # the context of 32, the same, max_new_tokens
     third = said[2][2]
     assert sample(model, prompts[2:], 0, 20, {99, third}) == [said[2][: said[2].index(third) + 1]]
-    assert not model.training
 
 
 def test_model_policy_takes_stop_tokens_from_the_chat_template_and_ends_rollouts_at_the_context():
@@ -1450,8 +1543,35 @@ def test_model_policy_takes_stop_tokens_from_the_chat_template_and_ends_rollouts
     usual = model_policy(model, tokenizer)
     assert usual.stop_ids == chat_format(tokenizer).stop_ids and len(usual.stop_ids) == 2
     assert (usual.temperature, usual.max_new_tokens, usual.cache_tokens) == (1.0, 512, 2**17)
-    (t,) = rollout([Echo(["x"] * 20)], [None], usual, tokenizer)
+    with pytest.warns(UserWarning, match="no action ended with a stop id"):
+        (t,) = rollout([Echo(["x"] * 20)], [None], usual, tokenizer)
     assert t.truncated and len(t.ids) <= 60
+
+
+@pytest.mark.parametrize("ends, named", [
+    (None, None), ([299, 303], None), (5, "[5]"), ([5, 303, 7], "[5, 7]")])
+def test_ends_that_the_checkpoint_has_and_we_have_not_are_named_once(ends, named):
+    tokenizer = two_stop_tokens()
+    assert chat_format(tokenizer).stop_ids == {299, 303}
+    model = tiny_model(len(tokenizer))
+    model.generation_config.eos_token_id = ends
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model_policy(model, tokenizer)
+    assert len(warned) == bool(named) and all(f"also ends at ids {named}" in str(w.message) for w in warned)
+
+
+@pytest.mark.filterwarnings("ignore:rows are computed one by one")
+@pytest.mark.parametrize("kind", sorted(rcgrpo.BATCHED))
+def test_a_step_of_stage_2_on_a_type_that_is_sampled_in_batches(kind):
+    start = tiny(kind, **{**OF_TYPE[kind], "vocab_size": 384})
+    add_reward_tokens(TOKENIZER, start)
+    model, reference = copy.deepcopy(start), copy.deepcopy(start)
+    policy = model_policy(model, TOKENIZER, max_new_tokens=4, generator=torch.Generator().manual_seed(0))
+    metrics, rollouts = rcgrpo_step(
+        model, reference, sgd(model), ["the cat", "a mat"], Parity, policy, TOKENIZER, G=3,
+        generator=torch.Generator().manual_seed(0), limits=dict(max_turns=2), max_grad_norm=0.1)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["tokens"] > 6 and metrics["skipped"] == 0
 
 
 # ===== C. Chat templates =====
@@ -1483,8 +1603,7 @@ def byte_level(chat_template, *tokens):
 
 def sentencepiece(chat_template, *tokens, bpe=False, prepend="always"):
     """Blanks are letters, and the control words stand in the vocabulary's list."""
-    letters = [chr(code) for code in range(33, 127)] + ["\n", "▁"]
-    pieces = ["<unk>", HIGH, LOW, *tokens, *letters, "▁t", "he", "▁the", "at"]
+    pieces = ["<unk>", HIGH, LOW, *tokens, *map(chr, range(33, 127)), "\n", "▁", "▁t", "he", "▁the", "at"]
     model = models.Unigram([(piece, -len(piece) ** -1.0) for piece in pieces], unk_id=0)
     if bpe:
         merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t")]
@@ -1492,88 +1611,61 @@ def sentencepiece(chat_template, *tokens, bpe=False, prepend="always"):
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prepend, split=False)
     backend.decoder = decoders.Metaspace("▁", prepend_scheme=prepend)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    return finished(tokenizer, chat_template, tokens)
-
-
-WORDS = "the cat sat on mat other and user assistant tool [ ] Reward Goal : ?"
-
-
-def word_level(chat_template, *tokens, words=WORDS):
-    vocabulary = {word: i for i, word in enumerate(["<unk>", HIGH, LOW, *tokens, *words.split()])}
-    backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    return finished(tokenizer, chat_template, tokens)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    return finished(fast, chat_template, tokens)
 
 
 def im(role, text="{{ m.content }}"):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-SYSTEM = [{"role": "system", "content": "Be brief."}]
+def swallows(token):
+    return AddedToken(token, lstrip=True, rstrip=True, special=True, normalized=False)
+
+
 ANY, TEXT, HEADER = "{{ m.role }}", "{{ m.content }}", "<|im_start|>assistant\n"
-CLOSED, EMPTY, THINK = "<think>\n</think>\n\n", "<think>\n\n</think>\n\n", ("<think>", "</think>")
-ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-             "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}")
 FRAME = template("<|{{ m.role }}|>" + TEXT + "</s>", "<|assistant|>" + TEXT + "</s>", "<|assistant|>")
 FRAME_TOKENS = "</s>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"
 PHI = template("{% if m.role in ['user', 'system'] %}<|{{ m.role }}|>\n" + TEXT + "<|end|>\n{% endif %}",
                "<|assistant|>\n" + TEXT + "<|end|>\n", "<|assistant|>\n{% else %}{{ eos_token }}")
 OLMO = template("{% if m.role != 'tool' %}" + im(ANY) + "{% endif %}",
                 HEADER + TEXT + "{% if loop.last %}<|endoftext|>{% else %}<|im_end|>\n{% endif %}", HEADER)
-MODEL = "<start_of_turn>model\n"
-GEMMA = template("<start_of_turn>user\n{{ m.content|trim }}<end_of_turn>\n",
-                 MODEL + "{{ m.content|trim }}<end_of_turn>\n", MODEL, ALTERNATE)
-MISTRAL = template("[INST]" + TEXT + "[/INST]", TEXT + "</s>", "", ALTERNATE)
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+MISTRAL = template(ALTERNATE + "[INST]{{ m.content|trim }}[/INST]", TEXT + "</s>", "", "{{ bos_token }}")
+EMPTY, THINK = "<think>\n\n</think>\n", ("<think>", "</think>")
 LAST_THINKS = "{% if loop.last %}" + EMPTY + "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}"
 NO_THOUGHT = "{% if enable_thinking is false %}" + EMPTY + "{% endif %}"
 QWEN3 = template(im(ANY), im("assistant", LAST_THINKS), HEADER + NO_THOUGHT)
 QWEN35 = template(im(ANY), im("assistant", LAST_THINKS), HEADER + "<think>\n")
 R1 = template("<|{{ m.role }}|>" + TEXT, "<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}",
               "<|assistant|><think>\n", "{{ bos_token }}")
+CALLS = ["call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."]
 
 
-def style(tokenizer, stops=("<|im_end|>",), tools_as_user=False, header="", thought="", system=(),
+def style(tokenizer, *stops, tools_as_user=False, header="", thought="", system=(),
           says=("the mat", "on the other", "sat"), **keywords):
     """A tokenizer with its template, and what is to be known of it. header: of an assistant that thinks."""
     return SimpleNamespace(**locals())
 
 
-def native(name, stop="<|im_end|>", **more):
-    """A tokenizer as it is, without reward tokens, and a script that is hard on it."""
-    script = "call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."
-    return style(unchanged(name), (stop,), says=script, **more)
-
-
-def swallows(token):
-    return AddedToken(token, lstrip=True, rstrip=True, special=True, normalized=False)
-
-
 STYLES = {
-    "small": lambda: native("small"),
-    "Qwen2.5": lambda: native("qwen2_5"),
-    "Qwen2.5, told to be brief": lambda: native("qwen2_5", system=SYSTEM),
-    "Llama-3.1": lambda: native("llama3_1", "<|eot_id|>"),
-    "Llama-3.1, told to be brief": lambda: native("llama3_1", "<|eot_id|>", system=SYSTEM),
-    "ChatML in words": lambda: style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
+    "Qwen2.5": lambda: style(unchanged("qwen2_5"), "<|im_end|>", says=CALLS),
+    "Llama-3.1": lambda: style(unchanged("llama3_1"), "<|eot_id|>", says=CALLS,
+                               system=[{"role": "system", "content": "Be brief."}]),
     "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
-                           ("<|end|>", "<|endoftext|>"), tools_as_user=True),
-    "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
+                           "<|end|>", "<|endoftext|>", tools_as_user=True),
+    "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>",
                             tools_as_user=True),
     "OLMo with a word at the end": lambda: style(
-        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), tools_as_user=True),
-    "Gemma": lambda: style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
-                           ("<end_of_turn>", "<eos>"), tools_as_user=True),
-    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
-    "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), header=HEADER,
-                                               thought=EMPTY, enable_thinking=False),
-    "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), header=HEADER, thought=CLOSED),
-    "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), ("</s>",), header="<|assistant|>",
-                        thought=CLOSED),
-    "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), ("</s>",)),
-    "BPE without a blank": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS, bpe=True, prepend="never"),
-                                         ("</s>",)),
+        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), "<|im_end|>", tools_as_user=True),
+    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", tools_as_user=True),
+    "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), "<|im_end|>",
+                                               header=HEADER, thought=EMPTY, enable_thinking=False),
+    "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), "<|im_end|>", header=HEADER,
+                             thought="<think>\n</think>\n"),
+    "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), "</s>", header="<|assistant|>",
+                        thought="<think>\n</think>\n\n"),
+    "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), "</s>"),
 }
 
 
@@ -1603,17 +1695,15 @@ def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation
         text = text.replace(EMPTY, "").replace(s.header, s.header + s.thought)
     whole = s.tokenizer(text, add_special_tokens=False).input_ids
     assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40 and set(map(type, t.ids)) == {int}
-    assert len(t.mask) == len(t.ids)
     assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == bool(token)
-    if not token:
-        actions = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
-        assert t.action_ids == sum(actions, [])
+    said = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
+    assert t.action_ids == sum(said, []) or s.thought
 
 
 def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
-    assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
+    assert tokenizer.decode(chat.action("call")) == "</think>\ncall<|im_end|>"
     assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
 
@@ -1624,90 +1714,112 @@ def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
     for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet, enable_thinking=True), 0)):
         (t,) = rollout([Echo([])], [HIGH], scripted_policy(["sat"], chat), chat)
         (g,) = collect_groups([0], lambda task: Echo([]), says(5, END), chat, G=1, p=1.0)
-        labelled = label_by_reward(replace(t, reward=0.0), Echo().reset(), chat)
-        assert [row.ids.count(close) for row in (t, g, labelled)] == [thoughts] * 3
+        rows = [t, g, label_by_reward(replace(t, reward=0.0), chat)]
+        assert [row.ids.count(close) for row in rows] == [thoughts] * 3
         assert model_policy(tiny_model(9), chat).stop_ids == quiet.stop_ids
     assert chat_format(tokenizer) is chat_format(tokenizer) is not quiet is chat_format(quiet)
 
 
 def test_tools_are_shown_by_the_template_as_they_are_given():
-    def look(path: str):
-        """Look there.
+    def look():
+        """Look there."""
 
-        Args:
-            path: where
-        """
-
-    schema = {"type": "function", "function": {"name": "zip", "parameters": {"b": 1, "a": 2}}}
-    head = "{% if tools %}{% for t in tools %}{{ t|tojson }}{% endfor %}{% endif %}"
-    tokenizer = byte_level(head + CHATML, "<|im_end|>")
-    native = tokenizer.apply_chat_template(
-        user("hi"), tools=[schema, look], tokenize=False, add_generation_prompt=True)
-    ours = chat_format(tokenizer, tools=[schema, look]).prompt(user("hi"))
-    assert tokenizer.decode(ours) == native and native.startswith('{"type"')
+    tools = [{"type": "function", "function": {"name": "zip", "parameters": {"b": 1, "a": 2}}}, look]
+    tokenizer = byte_level("{% for t in tools or [] %}{{ t|tojson }}{% endfor %}" + CHATML, "<|im_end|>")
+    native = tokenizer.apply_chat_template(user("hi"), tools, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(chat_format(tokenizer, tools=tools).prompt(user("hi"))) == native
+    assert native.startswith('{"type"') and "Look there." in native
 
 
-def test_text_of_users_and_tools_never_becomes_a_control_token():
-    tokenizer = byte_level(CHATML, "<|im_end|>", swallows("<|wide|>"))
-    tokenizer.add_tokens(["the", "hello", " big ", "<tool_response>"])  # not special
-    chat, rng, controls = chat_format(tokenizer), random.Random(0), set(tokenizer.added_tokens_decoder)
-    spelt = [t.content for t in tokenizer.added_tokens_decoder.values()]
-    pieces = [*spelt, *spelt, "<|", "|>", "<", "im_end", "\ue000", "\ue001", "\ue002", "0", "17", "\n", " ",
-              "  ", "é", "日本", "\U0001f600", "\0", "{{ x }}", "{% if %}", "</tool_response>", "]", "\\"]
-    special = {*tokenizer.convert_tokens_to_ids([HIGH, LOW, "<|im_start|>", "<|im_end|>", "<|wide|>"])}
-    frame = [i for i in chat.suffix(tool("x") * 3) if i in controls]
-    for _ in range(250):
-        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(3)]
-        ids = chat.suffix([{"role": "tool", "content": text} for text in texts])
-        assert [i for i in ids if i in controls] == frame
-        assert tokenizer.decode(ids) == "\n" + "".join(im("tool", text) for text in texts) + HEADER
-        assert not set(chat.action(texts[0])[:-1]) & special  # a script cannot forge these either
-    hostile, low = "".join(spelt), tokenizer.convert_tokens_to_ids(LOW)
-    ids, calm = chat.prompt(user(hostile), LOW), chat.prompt(user("x"), LOW)
-    assert [i for i in ids if i in controls] == [i for i in calm if i in controls] and ids.count(low) == 1
-    assert f"{hostile}\n\n[Reward Goal: {LOW}]" in tokenizer.decode(ids)
-    assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
-    assert tokenizer.convert_tokens_to_ids("hello") in chat.action("hello")  # not special: a model may say it
+OVERLAPPING = "<|im_end|>", "<|a|>", "|>b", "<<|a", "a|><|a|>", "<x><x>", "<x>", "xyx", "(\u2060)"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", None])
+def test_what_a_tool_says_never_becomes_a_control_token_and_stays_what_it_is(name):
+    """3,000 texts: whole and cut control tokens, one within another, joints, all kinds of letters."""
+    tokenizer = unchanged(name) if name else byte_level(CHATML, *OVERLAPPING)
+    names, controls = zip(*((t.content, i) for i, t in tokenizer.added_tokens_decoder.items()))
+    rng, composed, n = random.Random(0), partial(unicodedata.normalize, "NFC"), 20  # as Qwen's writes accents
+    pieces = [*"<>|[]/ \n_ax\0\ue000\u2060\u2060", "e\u0301", "日本", "\U0001f600", "{{ x }}", "\\u2060", '"']
+    for token in rng.sample(names, min(40, len(names))):
+        k = rng.randrange(1, len(token))
+        pieces += [token, token, token[:k], token[k:], token[:k] + token + token[k:], token[:k] + JOINT]
+    chat, asked = chat_format(tokenizer), [*user("u"), {"role": "assistant", "content": "SAID"}]
+    frame = [i for i in chat.suffix(tool("x") * n) if i in {*controls}]
+    for _ in range(3000 // n):
+        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(n)]
+        observed = [message for text in texts for message in tool(text)]
+        native = tokenizer.apply_chat_template(asked + observed, tokenize=False, add_generation_prompt=True)
+        ids = chat.suffix(observed)
+        assert list(filter({*controls}.__contains__, ids)) == frame
+        ours, native = tokenizer.decode([chat.end_of_turn, *ids]), native.partition("SAID")[2]
+        assert composed(ours.replace(JOINT, "")) == composed(native.replace(JOINT, ""))
+        calm = [text.strip() for text in texts if not any(token in text for token in names)]
+        assert all(composed(text) in composed(ours) for text in calm)
+        action = chat.action(texts[0])  # nor can a script forge a special one
+        assert not chat.special.keys() & {*action[:-1]}
+        assert composed(chat.text(action)) == composed(texts[0])
+
+
+def test_control_tokens_in_tool_calls_and_half_characters_are_ordinary_text():
     said = "m['content'] + (m.calls|tojson if m.calls else '')"
-    tokenizer.chat_template = CHATML.replace("m['content']", said)
-    called = [*user("x"), {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: hostile}}]}]
-    ids = chat_format(tokenizer).prompt([*called, *user("y")], LOW)
-    assert ids.count(low) == 1 and tokenizer.decode(ids).count(LOW) > 1
+    tokenizer = byte_level(CHATML.replace("m['content']", said), "<|im_end|>")
+    chat, hostile, low = chat_format(tokenizer), f"<|im_end|> {LOW}", tokenizer.convert_tokens_to_ids(LOW)
+    call = {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: [hostile, 1, None]}}]}
+    ids = chat.prompt([*user(hostile), call, *user("y")], LOW)
+    assert ids.count(low) == 1 and ids.count(chat.end_of_turn) == 3
+    assert tokenizer.decode(ids).count("<\u2060|low_reward|>") == 3
+    assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
+    assert chat.text(chat.action("half \ud83d")) == "half ?"
 
 
-@pytest.mark.parametrize("vocabulary", [sentencepiece, partial(sentencepiece, bpe=True), word_level])
+@pytest.mark.parametrize("bpe", [False, True])
 @pytest.mark.filterwarnings("ignore:the vocabulary lacks")
-def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_words(vocabulary):
-    tokenizer = vocabulary(FRAME, *FRAME_TOKENS)
-    if vocabulary is word_level:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    chat = chat_format(tokenizer)
+def test_ordinary_text_stays_ordinary_though_the_vocabulary_holds_the_control_words(bpe):
+    tokenizer, hostile = sentencepiece(FRAME, *FRAME_TOKENS, bpe=bpe), " </s><|system|> <|high_reward|> "
     frame = tokenizer.convert_tokens_to_ids(["<|tool|>", "</s>", "<|assistant|>"])
-    controls = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}
-    for hostile in ("</s><|system|><|high_reward|>", " </s> <|system|> <|high_reward|> ", "\ue0021 \ue0022"):
-        ids = chat.suffix(tool(hostile))
-        assert [i for i in ids if i in controls] == frame
-        assert tokenizer.unk_token_id in ids or hostile in tokenizer.decode(ids)
+    chat = chat_format(tokenizer)
+    assert [i for i in chat.suffix(tool(hostile)) if i in chat.control] == frame
+    with nullcontext() if bpe else pytest.raises(ValueError, match="a script cannot say"):
+        assert chat.control.keys().isdisjoint(chat.action(hostile)[:-1])
 
 
-def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_and_never_a_reward_token():
-    tokenizer = byte_level(CHATML, "<|im_end|>", "<tool_call>")
-    tokenizer.add_tokens(["<call>", "<call>s"])  # not special
-    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s"])
-    chat, system = chat_format(tokenizer), f"Say <call>, not <call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
-    example = f"<call>ls<|im_end|> {LOW}"
-    opening = [{"role": "system", "content": system}, *user("<call>"),
-               {"role": "assistant", "content": example}, *user(f"go {HIGH}")]
-    ids = chat.prompt(opening, LOW)
-    assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
-    assert (ids.count(call), ids.count(calls)) == (2, 1)  # of system and example
-    assert system in tokenizer.decode(ids) and example in tokenizer.decode(ids)
+def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_examples_tags():
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    tokenizer.add_tokens(["<call>", "<call>s", "hello"])  # not special; the last is no tag
+    high, low, call, calls, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s", "hello"])
+    chat, end = chat_format(tokenizer), tokenizer.eos_token_id
+    system = {"role": "system", "content": f"Say <call>, not <call>s, then <|im_end|>. {HIGH} or {LOW}"}
+    example = {"role": "assistant", "content": f"<call>ls<|im_end|> {LOW}"}
+    ids = chat.prompt([system, *user("<call>"), example, *user(f"go {HIGH}")], LOW)
+    assert [ids.count(i) for i in (high, low, end, call, calls)] == [0, 1, 4 + 1, 2, 1]
+    ids = chat.suffix([system, example])  # as an observation
+    assert {high, low, call, calls}.isdisjoint(ids) and ids.count(end) == 2
+    assert hello in chat.suffix(tool("hello")) and {call, hello} < {*chat.action("<call>hello")}
 
 
-def test_the_tokenizers_normalizer_is_kept():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    assert "caf\u00e9<|im_end|>" in tokenizer.decode(chat_format(tokenizer).suffix(tool("cafe\u0301")))
+def normalized(normalizer):
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    tokenizer.add_tokens(["<call>"])  # is sought in the normalized text
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def shown(content, token):
+    return byte_level(template(im(ANY, content), im("assistant"), HEADER), "<|im_end|>", token)
+
+
+@pytest.mark.parametrize("tokenizer, text", [
+    (lambda: normalized(normalizers.Lowercase()), "<CALL>"),
+    (lambda: normalized(normalizers.NFKC()), "＜call＞"),
+    (lambda: shown("{{ m.content|replace('~', '') }}", "<x>"), "<|im_~end|>"),
+    (lambda: shown("[" + TEXT, "[INST]"), "INST]"), (lambda: shown(TEXT + "|>", "<|go|>"), "<|go")])
+def test_what_forges_a_control_token_in_spite_of_joints_is_refused(tokenizer, text):
+    """By a normalizer, by a filter of the template, together with the template's own words."""
+    chat = chat_format(tokenizer())
+    assert chat.suffix(tool("calm")) and chat.suffix(tool("<call>"))
+    with pytest.raises(ValueError, match=HOLD):
+        chat.suffix(tool(text))
 
 
 def test_changes_of_the_tokenizer_are_seen_at_once():
@@ -1738,48 +1850,93 @@ def test_truncation_padding_and_missing_tokens_of_the_tokenizer_do_not_matter():
     assert changed.action(said) == plain.action(said) and changed.stop_ids == plain.stop_ids
 
 
-def test_runs_of_blanks_stay_what_they_are_and_take_linear_time_though_a_token_swallows_blanks():
+@pytest.mark.parametrize("text", ["a" + " " * 40_000 + "b", "<|" * 100_000, "<|im_end|>" * 10_000])
+def test_long_runs_stay_what_they_are_and_take_linear_time_though_a_token_swallows_blanks(text):
     tokenizer = byte_level(CHATML, swallows("<|im_end|>"))
-    tokenizer.add_tokens(["    ", "▁▁"])
-    chat, long, started = chat_format(tokenizer), "a" + " " * 40_000 + "b", time.process_time()
-    assert long in tokenizer.decode(chat.suffix(tool(long)))
-    assert time.process_time() - started < 3
-    ids = chat.prompt(user("the    cat▁▁sat"))
-    assert {*tokenizer.convert_tokens_to_ids(["    ", "▁▁"])} <= {*ids}
-    assert ids.count(tokenizer.eos_token_id) == 1 and "the    cat▁▁sat" in tokenizer.decode(ids)
+    tokenizer.add_tokens(["    "])
+    chat, started = chat_format(tokenizer), time.process_time()
+    ids = chat.suffix(tool(text))
+    assert time.process_time() - started < 3 and text in tokenizer.decode(ids).replace(JOINT, "")
+    assert tokenizer.convert_tokens_to_ids("    ") in chat.prompt(user("the    cat"))
 
 
 @pytest.mark.filterwarnings("error")  # none about the words of chat_format's own examples
 def test_words_that_the_vocabulary_lacks_are_named():
-    chat = chat_format(word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat"))
-    chat.prompt(user("the cat"))
-    goal = r"\['\[', 'Reward', 'Goal', ':'\]: read as <unk>"
-    for call, words in ((lambda: chat.prompt(user("the"), HIGH), goal),
-                        (lambda: chat.suffix(tool("the hall")), "'hall'"),
-                        (lambda: chat.action("the door"), "'door'")):
-        with pytest.raises(UserWarning, match="the vocabulary lacks .*" + words):
+    tokenizer = toy_env.make_tokenizer()
+    tokenizer.add_tokens([HIGH], special_tokens=True)
+    chat = chat_format(tokenizer)
+    chat.prompt(user("find lamp"), HIGH)
+    for call in (lambda: chat.prompt(user("find her"), HIGH), lambda: chat.suffix(tool("find her")),
+                 lambda: chat.action("find her")):
+        with pytest.raises(UserWarning, match=r"the vocabulary lacks \['her'\]: read as <unk>"):
             call()
 
 
 # ===== D. The optimizer step.   E. The two new tokens =====
 
 
-@pytest.mark.parametrize("lr, warm_up, by, dtype, refused", [
-    (1e-6, 1, "AdamW", torch.bfloat16, True), (1e-6, 0, "AdamW", torch.bfloat16, True),
-    (1e-2, 1e-9, "AdamW", torch.bfloat16, False), (0.0, 1, "AdamW", torch.bfloat16, False),
-    (1e-6, 1, "SGD", torch.bfloat16, False), (1e-6, 1, "AdamW", torch.float32, False)])
-def test_weights_too_coarse_for_adams_step_are_refused(lr, warm_up, by, dtype, refused):
-    optimizer = getattr(torch.optim, by)(policy_model().to(dtype).parameters(), lr)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up)
-    with pytest.raises(ValueError, match=f"at lr {lr}.*fp32 master weights") if refused else nullcontext():
-        rcgrpo.check_precision(optimizer)
-    fp32 = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], 1e-6)
-    fp32.param_groups += optimizer.param_groups  # of any group
-    with pytest.raises(ValueError) if refused else nullcontext():
-        rcgrpo.check_precision(fp32)
-    for parameter in optimizer.param_groups[0]["params"]:  # below an adapter they need not move
-        parameter.requires_grad_(False)
-    rcgrpo.check_precision(optimizer)
+def grown_untied():
+    model = policy_model(64)
+    del model.config.reward_token_ids
+    optimizer = sgd(model)
+    add_reward_tokens(byte_level_tokenizer(), model)
+    return model, optimizer
+
+
+def part_of(model):
+    return model, torch.optim.SGD(list(model.parameters())[1:], 0.5)
+
+
+@pytest.mark.parametrize("made", [
+    grown_untied, lambda: (policy_model(), sgd(policy_model())), lambda: part_of(policy_model()),
+], ids=["before the matrices grew", "of another model", "of a part"])
+def test_an_optimizer_that_does_not_hold_exactly_the_trainable_parameters_is_refused(made):
+    model, optimizer = made()
+    for step in (rctp_step, lambda *args: rcgrpo_update(args[0], None, args[1], args[2], beta=0)):
+        with pytest.raises(ValueError, match="must hold the model's trainable parameters and no others"):
+            step(model, optimizer, rl_batch())
+
+
+def test_an_optimizer_may_hold_frozen_parameters_too():
+    model = policy_model()
+    for p in model.model.parameters():
+        p.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    assert rctp_step(model, sgd(model), rl_batch())["grad_norm"] > 0
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("by, dtype, refused", [
+    ("AdamW", torch.bfloat16, True), ("Adam", torch.float16, True), ("SGD", torch.bfloat16, False),
+    ("AdamW", torch.float32, False)])
+def test_weights_too_coarse_for_adams_step_are_refused_at_any_learning_rate(by, dtype, refused):
+    model = policy_model().to(dtype)
+    for lr in (1e-6, 1.0):
+        with pytest.raises(ValueError, match="train fp32 master weights") if refused else nullcontext():
+            rcgrpo.check_step(model, getattr(torch.optim, by)(model.parameters(), lr))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_to_float16_is_refused_and_to_bfloat16_is_not(device, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == device)
+    for dtype in (torch.float16, torch.bfloat16):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind, dtype=dtype: dtype)
+        with pytest.raises(ValueError, match="use bfloat16") if dtype == torch.float16 else nullcontext():
+            rcgrpo.check_step(model := policy_model(), sgd(model))
+
+
+def test_a_model_that_never_got_its_reward_tokens_is_not_trained_on_them():
+    model, batch = policy_model(), [replace(t, reward_token=LOW) for t in rl_batch()]
+    del model.config.reward_token_ids
+    for step in (rctp_step, lambda *args: rcgrpo_update(args[0], None, args[1], args[2], beta=0)):
+        with pytest.raises(ValueError, match=r"call add_reward_tokens\(tokenizer, model\)"):
+            step(model, sgd(model), batch)
+        step(model, sgd(model), rl_batch())  # without reward tokens it may train
+
+
+def test_alone_all_lists_are_the_own_one_and_the_total_is_the_number():
+    assert rcgrpo.from_all(iter("ab")) == ["a", "b"] and rcgrpo.total(2.5) == 2.5
 
 
 def test_the_reward_tokens_are_new_and_special_and_survive_save_and_reload(tmp_path):
@@ -1819,6 +1976,10 @@ def test_no_other_row_changes_the_matrix_grows_if_it_must_and_trained_rows_stay(
             new.data[ids] = 0.5  # "training"
         assert list(add_reward_tokens(tokenizer, one)) == ids
         assert all((weight[ids] == 0.5).all() for weight in matrices(one))
+    other = byte_level_tokenizer()
+    other.add_tokens(["another"])
+    with pytest.raises(ValueError, match="load the tokenizer that was saved with the model"):
+        add_reward_tokens(other, model)
     fresh = tiny_model(expected_rows, seed=1)  # a known tokenizer does not mean a known model
     drawn = matrices(fresh)[1].detach()[ids].clone()
     add_reward_tokens(tokenizer, fresh)
@@ -1853,12 +2014,29 @@ def stage_1(batch=None, **settings):
     rctp_step(model := policy_model(), sgd(model), rl_batch() if batch is None else batch, **settings)
 
 
-def stage_2(sampled_at=1.0, **settings):
+def stage_2(sampled_at=1.0, model=None, **settings):
     """Refused before anything is rolled out."""
-    policy = partial(pytest.fail, "refused too late")
+    policy, model = partial(pytest.fail, "refused too late"), model or policy_model()
     policy.temperature = sampled_at
-    rcgrpo_step(None, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
-                **{"ref_model": None, "optimizer": None, **settings})
+    rcgrpo_step(model, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
+                **{"ref_model": None, "optimizer": sgd(model), **settings})
+
+
+def update(batch=None, **settings):
+    model, batch = policy_model(), rl_batch() if batch is None else batch
+    rcgrpo_update(model, None, sgd(model), batch, **settings)
+
+
+def with_adapter():
+    model = policy_model()
+    model.peft_config = {}
+    del model.config.reward_token_ids
+    add_reward_tokens(byte_level_tokenizer(), model)
+
+
+def wrapped():
+    model = torch.nn.DataParallel(policy_model())
+    rctp_step(model, sgd(model), rl_batch())
 
 
 def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
@@ -1888,33 +2066,35 @@ def take(chat_template):
 SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
 NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
-COARSE = torch.optim.AdamW(policy_model().bfloat16().parameters(), 1e-6)
 NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
 NO_SYSTEM = NO_TOOLS.replace("tool", "system")
 PARTS = user([{"type": "text", "text": "hi"}])
 STATIC = dict(rope_type="default", rope_theta=1e4)
 ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
 SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
-TOO_COARSE, NO_REF = "train fp32 master weights", "beta > 0 needs the frozen stage-1 model"
-RESET, STEP = "turn 0: env.reset() must return a non-empty list", "turn 1: env.step() must return"
-NO_LIST = "one non-empty list of ids per prompt: 1 prompts"
-IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
+NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
+RESET, STEP = (f"{call}: TypeError: needs a non-empty list of" for call in ("env.reset()", "env.step()"))
+NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
+HOLD = "change these messages: they hold the control tokens"
+IN_PARTS = "this chat template has other ids as a whole than in parts, from "
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
     (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
-    (lambda: label_by_reward(SILENT, [], None), "without an action has nothing to label: drop it"),
-    (lambda: label_by_reward(rl_batch()[0], PARTS, TOKENIZER), "a message must be a string, got [{"),
+    (lambda: label_by_reward(SILENT, TOKENIZER), "needs an action and its .opening, the messages played"),
+    (lambda: label_by_reward(rl_batch()[0], TOKENIZER), "needs an action and its .opening"),
     (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
     (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
     (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
-    (lambda: stage_1(tokens_per_pass=0), "tokens_per_pass must be 1 or more"),
-    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive") for n in (0, math.nan)),
-    (lambda: rctp_step(None, COARSE, rl_batch()), TOO_COARSE),
+    *((lambda n=n: stage_1(tokens_per_pass=n), "tokens_per_pass must be a whole number from 1 on, got")
+      for n in (0, 2.5)),
+    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive (inf for no clipping), got")
+      for n in (0, math.nan, None)),
+    (wrapped, "DataParallel is no model of transformers: give the one in it (.module)"),
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
     *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
     (lambda: played(), "at least one: 0 envs"),
-    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 reward tokens"),
-    (lambda: played(Echo(), groups=[1, 2]), "2 groups"),
+    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 and 1"),
+    (lambda: played(Echo(), groups=[1, 2]), "1 envs, 1 and 2"),
     (lambda: played(SAME, SAME), "make a fresh env for each"),
     *((lambda n=n: played(Echo(), max_turns=n), "whole numbers from 1 on") for n in (0, 1.5)),
     (lambda: played(env_with(reset=lambda: "hello")), RESET),
@@ -1922,28 +2102,33 @@ REFUSED = [
     (lambda: played(env_with(step=lambda text: [])), STEP),
     (lambda: played(env_with(step=lambda text: [{"content": "x"}])), STEP),
     (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
-    (lambda: played(Echo(), policy=lambda prompts: []), NO_LIST),
-    (lambda: played(Echo(), policy=says()), NO_LIST),
+    *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
+      for said in ([], [[]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
+    (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
+     "env.step(): TypeError: an env gives only what is new"),
     (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
-    (lambda: played(Echo(), policy=script("a", "b", "c")), "the episode ended before the script did"),
+    (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
+    (lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2), "over before the script"),
     *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
     (lambda: group_advantages([1, 1], [0]), "one group id per reward: 2 rewards, 1 ids"),
     (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
     (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
-    (lambda: stage_2(), NO_REF),
-    (lambda: rcgrpo_update(model := policy_model(), model, None, []), NO_REF),
-    *((lambda given=given: stage_2(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1, got")
-      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan})),
-    (lambda: rcgrpo_update(None, None, None, [], beta=0, updates=0), "updates >= 1, got 0, 0.2, 0"),
-    (lambda: rcgrpo_update(None, None, None, [], beta=0, clip=-1), "updates >= 1, got 0, -1, 1"),
+    *((lambda step=step: step(), NO_REF) for step in (stage_2, update)),
+    (lambda: stage_2(ref_model=(model := policy_model()), model=model), NO_REF),
+    *((lambda step=step, given=given: step(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1,")
+      for step in (stage_2, update)
+      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan}, {"beta": math.inf})),
+    *((lambda step=step: step(beta=0, ratio="turn"), "\", got 'turn'") for step in (stage_2, update)),
+    (lambda: stage_2(beta=0, tokens_per_pass=0), "tokens_per_pass must be"),
+    (lambda: stage_2(beta=0, max_grad_norm=None), "max_grad_norm must be positive"),
     (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
-    (lambda: stage_2(0.7, temperature=1.0, beta=0), "drawn at temperature 0.7 cannot be scored at 1.0"),
-    (lambda: stage_2(0.0, beta=0), "temperature is above 0"),
-    (lambda: stage_2(optimizer=COARSE, beta=0), TOO_COARSE),
-    (lambda: rcgrpo_update(None, None, None, []), NO_REF),
-    (lambda: rcgrpo_update(None, None, COARSE, [], beta=0), TOO_COARSE),
-    (lambda: rcgrpo.group_attention(None, None, *[ZERO] * 4, [[1]], softcap=5.0), "softcap of its own"),
+    (lambda: stage_2(beta=0, temperature=0.7), "multiple values for argument 'temperature'"),
+    (lambda: update(beta=0, temperature=0), "at temperature 0 cannot be scored"),
+    *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
+    (lambda: stage_2(G=1, beta=0), NO_PAIR),
+    (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
+    (with_adapter, "tokens first, adapter second"),
     *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
     (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
@@ -1960,20 +2145,22 @@ REFUSED = [
     *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
     (lambda: take(None), "no chat template"),
     (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
-    (lambda: take(CHATML.partition("{% if add")[0]), "no generation prompt"),
-    (lambda: take(NO_END), "must close an assistant turn with an added token, not with '\\nuser\\nv\\n'"),
-    (lambda: take("{{ tools|length }}" + CHATML), "cannot be used: it fails on messages of user: TypeError"),
+    (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
+    (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
+    (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
     (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
-    (lambda: take(NO_TOOLS + CHATML.replace("m['content']", "m['content']|upper")),
-     "; with tool results as user messages: it drops messages of role user"),
-    (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
-    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
+    (lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")), HOLD),
+    (lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")), HOLD),
+    (lambda: chat_format(normalized(normalizers.Replace(JOINT, ""))), HOLD),
+    (lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False)), "of a fast tokenizer"),
+    (lambda: take("{{ messages|length }}" + CHATML), IN_PARTS),
+    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), IN_PARTS),
     (lambda: drops("suffix", "function"), "drops messages of role function"),
     (lambda: drops("prompt", "system"), "drops messages of role system"),
     (lambda: chat_format(sentencepiece(INST, "</s>")), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first")), IN_PARTS),
-    (lambda: chat_format(byte_level(BLANK, "</s>")), "no generation prompt"),
+    (lambda: chat_format(byte_level(BLANK, "</s>")), IN_PARTS),
 ]
 
 
