@@ -5,8 +5,7 @@
 
 The agent works in a house. It is asked for one or two steps ("step 1 bring cup attic step 2 open cellar"),
 says one tool call a turn and reads the answer: `find cup` -> `kitchen small`, `carry cup kitchen attic` ->
-`ok`, ..., `done`. Where an item is, and whether it is large and needs `cart` instead of `carry`, has to be
-looked up.
+`ok`, ..., `done`. Where an item is, and whether it is large and needs `cart`, not `carry`, must be looked up.
 
 In the demonstrations every item to be carried is small; in half of the tasks of reinforcement learning and
 of the test one is large. So the fine-tuned agent is confidently right on one half and just as confidently
@@ -255,8 +254,7 @@ def sampling(args, seed, arm, model, tokenizer):
     """How an arm samples: its policy, and how many rollouts under which reward tokens."""
     draws = torch.Generator(model.device).manual_seed(2 * seed)
     policy = rcgrpo.model_policy(model, tokenizer, args.temperature, args.max_new_tokens, generator=draws)
-    fixed = {"sft+grpo": None, "rctp+grpo": 1.0, "rctp+grpo+hindsight": 1.0}  # no token; always the high one
-    p = fixed.get(arm, args.p_high)
+    p = args.p_high if "rc-grpo" in arm else 1.0 if arm.startswith("rctp") else None  # drawn, high, no token
     generator = torch.Generator().manual_seed(2 * seed + 1)
     return policy, {"G": args.group_size, "p": p, "stratified": args.stratified, "generator": generator,
                     "limits": {"max_turns": MAX_TURNS}}
@@ -276,15 +274,13 @@ def reinforce(args, seed, arm, tuned):
     ref_model = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0)
     policy, groups = sampling(args, seed, arm, model, tokenizer)
-    evaluate = partial(success, args, model, tokenizer, draw_tasks(args, seed)[1])
+    test = draw_tasks(args, seed)[1]
     rng = np.random.default_rng([seed, 1])  # those of draw_tasks would give the tasks of the test again
     file, lines = open(args.out / "metrics.jsonl", "a", buffering=1), []
     for step in tqdm(range(args.steps + 1), f"seed {seed} {arm}", position=[*ARMS].index(arm), leave=False):
         metrics = {"seed": seed, "arm": arm, "stage": 2, "step": step}
         if step % EVALUATE_EVERY == 0 or step == args.steps:
-            metrics["success"] = evaluate(ARMS[arm])
-        if arm == "sft+rc-grpo" and step in (0, args.steps):  # is success without one kept?
-            metrics["success_without_token"] = evaluate(None)
+            metrics["success"] = success(args, model, tokenizer, test, ARMS[arm])
         if step < args.steps:
             tasks = [make_task(rng, 2, large=bool(n % 2)) for n in range(args.tasks_per_step)]
             stepped, rollouts = rcgrpo.rcgrpo_step(
@@ -311,17 +307,15 @@ def show_group(args, arm, tuned):
     rollouts = rcgrpo.collect_groups(tasks, House, policy, tokenizer, **groups)
     rewards = np.array([t.reward for t in rollouts]).reshape(len(tasks), args.group_size)
     R, flat = rewards[0], sum(rewards.std(1) == 0)
-    print(f'{arm.upper()}, "{request(tasks[0])}" (the {large_item(tasks[0])} is large): '
-          f"mu_g = {R.mean():.2f}, sigma_g = {R.std():.2f}\n"
-          f"  (sigma_g = 0 in {flat} of {len(tasks)} groups of such tasks)")
+    print(f'\n{arm.upper()}, "{request(tasks[0])}" ({large_item(tasks[0])} is large): mu_g = {R.mean():.2f}, '
+          f"sigma_g = {R.std():.2f}\n  (sigma_g = 0 in {flat} of {len(tasks)} groups of such tasks)")
     for t, A in zip(rollouts, rcgrpo.group_advantages(R, [0] * len(R)).tolist(), strict=False):
         calls = tokenizer.decode(t.action_ids).replace(" <|end|>", " |").strip(" |")
         print(f"  {NAME[t.reward_token]:4}  R = {t.reward:.0f}  A = {A:5.2f}  {calls}", flush=True)
 
 
 def summarise(runs):
-    """{arm: {name: one number per seed}}; "first" and "last" are means of a tenth of the steps, "solved" is 1
-    where success ends above .9."""
+    """{arm: {name: a number per seed}}; first, last: means of a tenth of the steps; solved: ends above .9."""
     def number(lines, key, part):
         values = [line[key] for line in lines if line.get(key) is not None]
         n = max(1, len(values) // 10)
@@ -330,7 +324,6 @@ def summarise(runs):
         return float(np.mean(parts[part])) if values else None
 
     names = ["success_before", "success_after", "success_mean", "success_solved"]
-    names += ["success_without_token_before", "success_without_token_after"]
     for key in ("sigma", "zero_std", "reward_high_minus_low", "sigma2", "sigma2_floor"):
         names += [f"{key}_first", f"{key}_last"]
     return {arm: {name: [number(lines, *name.rsplit("_", 1)) for lines in seeds] for name in names}
@@ -344,7 +337,7 @@ def report(runs, arms):
     print(row("arm", "token", "success", "mean", "above .9", "sigma_g", "sigma_g = 0", "mu_high - mu_low"))
     for arm, numbers in arms.items():
         means = {name: "-" if None in n else f"{np.mean(n):.2f}" for name, n in numbers.items()}
-        ends = [f"{means[f'{key}_first']} -> {means[f'{key}_last']}"
+        ends = [f"{means[f'{key}_first']} -> {means[f'{key}_last']}".replace("- -> -", "-")
                 for key in ("sigma", "zero_std", "reward_high_minus_low")]
         print(row(arm, NAME[ARMS[arm]], f"{means['success_before']} -> {means['success_after']}",
                   means["success_mean"], f"{sum(numbers['success_solved']):.0f} of {len(runs[arm])}", *ends))
@@ -369,10 +362,9 @@ def closing_sentences(arms):
         if stuck:
             yield (f"  In {stuck} of {len(flat)} seeds most of these had variance and success hardly moved: "
                    "variance is necessary, not sufficient.")
-    for new, old in (("rctp+rc-grpo", "rctp+grpo"), ("rctp+rc-grpo+hindsight", "rctp+rc-grpo"),
-                     ("rctp+rc-grpo+hindsight", "rctp+grpo+hindsight")):
-        if new in arms and old in arms:
-            yield compare(arms, new, old)
+    pairs = [("rctp+rc-grpo", "rctp+grpo"), ("rctp+rc-grpo+hindsight", "rctp+rc-grpo"),
+             ("rctp+rc-grpo+hindsight", "rctp+grpo+hindsight")]
+    yield from (compare(arms, *pair) for pair in pairs if arms.keys() >= set(pair))
 
 
 def compare(arms, new, old):
@@ -382,14 +374,14 @@ def compare(arms, new, old):
         ahead = f"{(new if difference > 0 else old).upper()} is ahead"
         return f"p = {p:.2g}: {ahead if p < 0.05 else 'the two cannot be told apart'}"
 
-    pairs = list(zip(arms[new]["success_mean"], arms[old]["success_mean"], strict=True))
-    higher, lower, n = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs), len(pairs)
+    x, y = (np.round(arms[arm]["success_mean"], 9) for arm in (new, old))
+    higher, lower, n = int(sum(x > y)), int(sum(x < y)), len(x)
     a, b = (int(sum(arms[arm]["success_solved"])) for arm in (new, old))
     sign_ways = [math.comb(higher + lower, k) for k in range(higher + lower + 1)]
     fisher_ways = [math.comb(n, k) * math.comb(n, a + b - k) for k in range(a + b + 1)]
-    return (f"{new.upper()} against {old.upper()}: mean over the steps higher in {higher} seeds, lower "
-            f"in {lower} (sign test, {verdict(higher - lower, sign_ways, higher)}); {a} and {b} of {n} seeds "
-            f"end above .9 (Fisher's exact test, {verdict(a - b, fisher_ways, a)}).")
+    return (f"{new.upper()} against {old.upper()}: {x.mean():.2f} and {y.mean():.2f} over the steps, higher in "
+            f"{higher} of {n} seeds, lower in {lower} (sign test, {verdict(higher - lower, sign_ways, higher)}); "
+            f"{a} and {b} seeds end above .9 (Fisher's exact test, {verdict(a - b, fisher_ways, a)}).")
 
 
 def plot(folders, path):
@@ -400,11 +392,12 @@ def plot(folders, path):
     lines = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(10, 4), layout="tight")
     left, right = figure.subplots(1, 2)
-    for color, arm in zip(["gray", "C1", "C2", "C0", "C0"], ARMS, strict=False):
+    for arm, color in zip(runs[0]["arms"], ["gray", "C1", "C2", "C0", "C0"], strict=False):  # the first five
         style = {"color": color, "linestyle": "--" if "hindsight" in arm else "-", "label": arm.upper()}
-        flat = {run["settings"]["temperature"]: np.mean(run["arms"][arm]["zero_std_first"]) for run in runs}
+        flat = [(run["settings"]["temperature"], np.mean(run["arms"][arm]["zero_std_first"]))
+                for run in runs if arm in run["arms"]]
         if "hindsight" not in arm:
-            left.plot(*zip(*sorted(flat.items()), strict=True), marker="o", **style)
+            left.plot(*zip(*sorted(flat), strict=True), marker="o", **style)
         mine = [line for line in lines if line["arm"] == arm and "success" in line]
         steps = sorted({line["step"] for line in mine})
         seeds = [[line["success"] for line in mine if line["step"] == step] for step in steps]
@@ -450,12 +443,12 @@ def run_arms(args):
     with pool:  # when this ends, they end
         inits = dict.fromkeys(arm.split("+")[0] for arm in args.arms)
         parts = [(seed, init) for seed in args.seeds for init in inits]
-        tuned = {part: pool.apply_async(fine_tune, (args, *part)) for part in parts}
-        for arm in ("sft+grpo", "rctp+rc-grpo"):
-            if arm in args.arms:
-                show_group(args, arm, tuned[args.seed, arm.split("+")[0]].get())
+        results = [pool.apply_async(fine_tune, (args, *part)) for part in parts]
+        tuned = {part: result.get() for part, result in zip(parts, results, strict=True)}
+        for arm in (arm for arm in ("sft+grpo", "rctp+rc-grpo") if arm in args.arms):
+            show_group(args, arm, tuned[args.seed, arm.split("+")[0]])
         parts = [(seed, arm, tuned[seed, arm.split("+")[0]]) for seed in args.seeds for arm in args.arms]
-        results = [pool.apply_async(reinforce, (args, seed, arm, start.get())) for seed, arm, start in parts]
+        results = [pool.apply_async(reinforce, (args, *part)) for part in parts]
         lines = [result.get() for result in results]
     return {arm: lines[n :: len(args.arms)] for n, arm in enumerate(args.arms)}
 
