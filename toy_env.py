@@ -377,11 +377,11 @@ def compare(arms, new, old):
     x, y = (np.round(arms[arm]["success_mean"], 9) for arm in (new, old))
     higher, lower, n = int(sum(x > y)), int(sum(x < y)), len(x)
     a, b = (int(sum(arms[arm]["success_solved"])) for arm in (new, old))
-    sign_ways = [math.comb(higher + lower, k) for k in range(higher + lower + 1)]
-    fisher_ways = [math.comb(n, k) * math.comb(n, a + b - k) for k in range(a + b + 1)]
-    return (f"{new.upper()} against {old.upper()}: {x.mean():.2f} and {y.mean():.2f} over the steps, higher in "
-            f"{higher} of {n} seeds, lower in {lower} (sign test, {verdict(higher - lower, sign_ways, higher)}); "
-            f"{a} and {b} seeds end above .9 (Fisher's exact test, {verdict(a - b, fisher_ways, a)}).")
+    sign = verdict(higher - lower, [math.comb(higher + lower, k) for k in range(higher + lower + 1)], higher)
+    fisher = verdict(a - b, [math.comb(n, k) * math.comb(n, a + b - k) for k in range(a + b + 1)], a)
+    return (f"{new.upper()} against {old.upper()}: success over the steps {x.mean():.2f} and {y.mean():.2f}, "
+            f"higher in {higher} of {n} seeds, lower in {lower} (sign test, {sign}); {a} and {b} seeds end "
+            f"above .9 (Fisher's exact test, {fisher}).")
 
 
 def plot(folders, path):
@@ -390,7 +390,7 @@ def plot(folders, path):
     from matplotlib.figure import Figure  # the only thing that needs it
     runs = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     lines = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
-    figure = Figure(figsize=(10, 4), layout="tight")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for arm, color in zip(runs[0]["arms"], ["gray", "C1", "C2", "C0", "C0"], strict=False):  # the first five
         style = {"color": color, "linestyle": "--" if "hindsight" in arm else "-", "label": arm.upper()}
@@ -405,8 +405,9 @@ def plot(folders, path):
         right.plot(steps, median, **style)
         right.fill_between(steps, low, high, color=color, alpha=0.15)
     left.set(title="groups with sigma_g = 0 at first", xlabel="temperature of the rollouts", ylim=(0, 1.05))
-    right.set(title="success on held-out tasks", xlabel="step of reinforcement learning", ylim=(0, 1.05))
-    right.legend()
+    title = f"success on held-out tasks, temperature {runs[0]['settings']['temperature']}"
+    right.set(title=title, xlabel="step of reinforcement learning", ylim=(0, 1.05))
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
