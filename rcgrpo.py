@@ -513,10 +513,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-PACKED = set("""
-    apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2
-    gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 starcoder2""".split())
+PACKED = set("""apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4
+    glm4_moe gpt2 gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 starcoder2""".split())
 KERNELS = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
@@ -611,11 +610,9 @@ def packed_states(model, trajectories):
 
 
 def pack(trajectories):
-    """Lay trajectories out as drawn above, in segments: a prefix or a continuation each.
-
-    Returns ids and positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,): where
-    each action token is predicted, in the rows' order.
-    """
+    """Lay trajectories out as drawn above, in segments, each a prefix or a continuation. Returns ids and
+    positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,) that predict the
+    action tokens, in the rows' order."""
     ids, positions, layout, places = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
         start, number, prefix = len(ids), len(layout), shared_prefix(trajectories, rows)
@@ -678,17 +675,15 @@ def packs(model, longest_row):
     if tested and not capped and longest_row <= window:
         return True
     warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
-                  f"(add it if `pytest -k listed` then passes), its attention is none of {KERNELS}, it caps "
-                  "its logits, or a row is longer than its window", stacklevel=1)
+                  "(add it if `pytest -k listed` then passes), or its attention not in KERNELS, or it caps "
+                  "logits, or a row is longer than its window", stacklevel=1)
     return False
 
 
 def context_length(config):
-    """Tokens that a row may have: the model's positions, unless its rope says otherwise.
-
-    "yarn" stretches them. "dynamic" and "longrope" change every position of a batch once its longest row
-    passes a limit: tokens sampled before could not be scored after it. So does Llama-4's temperature.
-    """
+    """Tokens that a row may have: the model's positions. Rope of type "yarn" stretches them. Other types, and
+    the temperature of Llama-4's attention, change a whole batch once its longest row passes a limit: tokens
+    sampled before could not be scored after it."""
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if getattr(config, "attn_temperature_tuning", False):
@@ -728,8 +723,7 @@ def passes(model, trajectories, tokens_per_pass):
     """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
     A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
-    is every row of a model that is not packed. All processes make the same number of passes, the last ones
-    empty where there is less to do.
+    is every row of a model that is not packed. All processes make equally many, the last ones perhaps empty.
     """
     packed = packs(model, max(from_all([len(t.ids) for t in trajectories]), default=0))  # the same on all
     cut, used = [], math.inf  # used: tokens in the last pass; inf: begin another
@@ -918,8 +912,7 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
     prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
-    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the
-    log-probs of appendix A are those of the distribution sampled here.
+    Returns N lists of ids. There is no top-k, no penalty, nothing of a generation config.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -940,9 +933,8 @@ def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generato
 
 
 # With states, convolutions, sinks, chunks: rows can share the library's own cache, but not go on from it.
-BATCHED = set("""
-    bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe qwen3_5_moe_text
-    qwen3_5_text qwen3_next""".split())
+BATCHED = set("""bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe
+    qwen3_5_moe_text qwen3_5_text qwen3_next""".split())
 
 
 class ModelPolicy:

@@ -1149,6 +1149,9 @@ def test_importing_the_file_changes_nothing_in_the_process():
     spec.loader.exec_module(sys.modules.setdefault("once_more", importlib.util.module_from_spec(spec)))
     del sys.modules["once_more"]
     assert state() == before
+    for _ in range(2):  # the first pass does, once
+        action_logprobs(tiny_model(50), rl_batch())
+    assert AttentionInterface()["sdpa"].args[0].__name__ == "sdpa_attention_forward"
 
 
 @pytest.mark.parametrize("kind", sorted(rcgrpo.PACKED | rcgrpo.BATCHED))
@@ -1239,6 +1242,7 @@ def test_the_entropy_is_finite_where_tokens_are_impossible():
         **YARN, "original_max_position_embeddings": 2**15}), 2**17),
     ("llama", dict(max_position_embeddings=64, rope_parameters=YARN), 64),
     ("llama", dict(max_position_embeddings=64, rope_parameters=DYNAMIC), 16),
+    ("phi3", {**SMALL, **OF_TYPE["phi3"]}, 64),
     ("llama4_text", dict(floor_scale=100), 99),  # then its temperature changes, with the place in the batch
 ])
 def test_the_context_is_that_of_the_positions_and_of_the_rope(kind, settings, length):
