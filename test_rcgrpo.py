@@ -6,9 +6,11 @@ part; `python test_rcgrpo.py` prints the benchmark of scoring and rollouts."""
 
 import ast
 import copy
+import decimal
 import doctest
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -20,18 +22,19 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import unicodedata
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -43,6 +46,7 @@ from types import SimpleNamespace
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -110,7 +114,7 @@ from rcgrpo import (
     sample_reward_tokens,
     scripted_policy,
 )
-from train_bfcl import BFCLEnv, DTensor, expert_turns, parse_tool_calls
+from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_tool_calls
 
 gc.freeze()  # what the libraries made at import need not be looked through each time
 torch.set_num_threads(1)  # the models are tiny
@@ -2819,7 +2823,22 @@ def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
 
 # ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
 
-TASKS = bfcl.load_tasks()
+class Tasks(Sequence):
+    """The benchmark's, loaded when a test first looks at them: the method's part runs without bfcl-eval."""
+
+    @functools.cached_property
+    def loaded(self):
+        return bfcl.load_tasks()
+
+    def __len__(self):
+        return len(self.loaded)
+
+    def __getitem__(self, place):
+        return self.loaded[place]
+
+
+TASKS = Tasks()
+ENVS = {"combined": BFCLEnv, "turns": LeaderboardEnv}
 
 
 @pytest.fixture(scope="session")
@@ -3348,7 +3367,7 @@ def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name):
     high, _ = add_reward_tokens(tokenizer)
     for task, protocol in zip(TASKS[::200], ["combined", "turns"] * 2):
         policy = scripted_policy(expert_turns(task, protocol), tokenizer)
-        (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
+        (t,) = rollout([ENVS[protocol](task)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
         assert t.reward == 1 and t.ids.count(high) == 1
 
 
@@ -3777,18 +3796,27 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(
 
 # ===== train_bfcl.py 6. Tasks and splits =====
 
-TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
-MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
 LS = '{"name": "ls", "arguments": {}}'
+
+
+@functools.cache
+def task_of(name):
+    """By its name, or the first that involves this API."""
+    return next(t for t in TASKS if t["id"] == f"multi_turn_{name}" or name in t["involved_classes"])
 
 
 def say(*calls) -> str:
     return bfcl.calls_text(list(calls))
 
 
-def play(task, texts, protocol="combined") -> BFCLEnv:
-    env = BFCLEnv(task, protocol)
+def opened(task, protocol="combined", **changes):
+    env = ENVS[protocol]((task_of(task) if isinstance(task, str) else task) | changes)
     env.reset()
+    return env
+
+
+def play(task, texts, protocol="combined"):
+    env = opened(task, protocol)
     for text in texts:
         if env.step(text) is None:
             break
@@ -3801,61 +3829,69 @@ def ask(env, tool, **arguments) -> str:
     return [entry["content"] for entry in env.log if entry["role"] == "tool"][-1]
 
 
-def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
-    env = BFCLEnv({**TASK[task_name], **changes}, protocol)
-    env.reset()
-    return env
-
-
-def names(env) -> list:
-    return [tool["function"]["name"] for tool in env.tools]
+def names(env) -> set:
+    return {tool["function"]["name"] for tool in env.tools}
 
 
 def test_bfcl_tasks_come_in_order_and_untouched():
     assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
-    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
-    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
+    for folder in ("", "possible_answer/"):
+        with open(bfcl.bfcl_data() / f"{folder}BFCL_v4_multi_turn_miss_func.json") as file:
+            raw = json.loads(file.readlines()[17])
+        assert raw.items() <= task_of("miss_func_17").items()
 
 
-def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
-    train, test = bfcl.split_tasks(TASKS, "paper")
-    shuffled = list(TASKS)
-    random.seed(42)
-    random.shuffle(shuffled)
-    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
-    assert bfcl.leaked(train, test) == 77
-
-
-def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
-    train, test = bfcl.split_tasks(TASKS, "grouped")
-    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
-    for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
-        assert not set(map(shared, train)) & set(map(shared, test))
-    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
+@pytest.mark.parametrize("kind, leaks, counts", [("paper", 77, [18, 23, 17, 22]), ("grouped", 0, [20] * 4)])
+def test_bfcl_a_split_leaks_and_balances_as_the_readme_says(kind, leaks, counts):
+    train, test = bfcl.split_tasks(TASKS, kind)
+    found = bfcl.leaked(train, test)
+    print(f"\nthe {kind} split: the gold calls of {found} of {len(test)} test tasks are in training, too")
+    assert found == leaks and len(train) == 720 and bfcl.split_tasks(TASKS, kind) == (train, test)
+    assert [sum(f"turn_{category}_" in t["id"] for t in test) for category in bfcl.CATEGORIES] == counts
+    if kind == "paper":
+        shuffled = list(TASKS)
+        random.seed(42)
+        random.shuffle(shuffled)
+        assert test + train == shuffled
+    else:
+        for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
+            assert not set(map(shared, train)) & set(map(shared, test))
     pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
-    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
+    assert len(bfcl.group_tasks(pair)) == 1 and len(bfcl.group_tasks(TASKS[:200])) < 200
+
+
+def in_child(work):
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_bfcl_its_data_are_loaded_by_the_tests_that_need_them():
+    def import_both():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
+            del sys.modules[name]
+        sys.modules["bfcl_eval"] = None  # importing it is an error now
+        importlib.reload(bfcl)
+        runpy.run_path(__file__)
+
+    in_child(import_both)
 
 
 def with_package(version):
-    """Load the tasks with this version of bfcl-eval; None: without any."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", version or fails)
-        patch.setattr(importlib.metadata, "PackageNotFoundError", LookupError)
+        found = [SimpleNamespace(version=version)] if version else []
+        patch.setattr(importlib.metadata, "distributions", lambda name: {"bfcl-eval": found}[name])
         bfcl.load_tasks()
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: with_package(None), "no version is installed.*pip install --no-deps bfcl-eval==2026.3.23"),
-    (lambda: with_package(lambda name: "2025.1.1"), "2025.1.1 is installed.*pip install --no-deps bfcl-eval"),
+    (lambda: with_package(None), "installed: none.*pip install --no-deps bfcl-eval==2026.3.23"),
+    (lambda: with_package("2025.1.1"), "installed: .'2025.1.1'.*pip install --no-deps bfcl-eval==2026.3"),
     (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
-    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
-    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
-    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset[(][)] first"),
-    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset[(][)] first"),
-])
+    (lambda: bfcl.gold_call("ls(__import__('os').sep)", bfcl.class_tools("GorillaFileSystem")), "malformed"),
+    (lambda: BFCLEnv(task_of("base_0")).step("a step before reset()"), "call reset[(][)] first"),
+    (lambda: play("base_0", ["The end."]).step("a step after the end"), "call reset[(][)] first")])
 def test_bfcl_refusals(call, words):
     with pytest.raises((ValueError, RuntimeError), match=words):
         call()
@@ -3865,73 +3901,63 @@ def test_bfcl_refusals(call, words):
 
 
 def test_bfcl_tool_docs_use_json_schema_types_only():
-    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    everything = {t["function"]["name"]: t["function"] for task in TASKS[:200] for t in BFCLEnv(task).tools}
     assert len(everything) == 129  # 128 methods and done
-    types = re.findall(r'"type": "(\w+)"', json.dumps([t["function"] for t in everything.values()]))
+    types = re.findall(r'"type": "(\w+)"', json.dumps(everything))
     assert set(types) == {"object", "number", "integer", "string", "array", "boolean"}
-    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
-    for tool in everything.values():
-        assert set(tool) == {"type", "function"}
-        assert set(tool["function"]) == {"name", "description", "parameters"}
+    assert everything["power"]["parameters"]["properties"]["base"]["type"] == "number"
+    assert all(set(tool) == {"name", "description", "parameters"} for tool in everything.values())
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_excluded_functions_are_neither_shown_nor_callable(protocol):
-    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    excluded = [task for task in TASKS[:200] if task.get("excluded_function")]
     assert len(excluded) == 18
-    for task in excluded:
-        env = BFCLEnv(task, protocol)
-        system = env.reset()[0]["content"]
-        for name in task["excluded_function"]:
-            assert name not in names(env) and f'"name": "{name}"' not in system
+    for env in [opened(task, protocol) for task in excluded]:
+        for name in env.task["excluded_function"]:
+            assert name not in names(env) and f'"name": "{name}"' not in env.log[0]["content"]
             assert "no tool named" in ask(env, name, file_name="x")
-    env = opened("base_0", protocol, excluded_function=["mv"])  # even if the gold answer needs it
-    assert "no tool named" in ask(env, "mv", source="a", destination="b")
 
 
 def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
-    for task in [t for t in TASKS if "missed_function" in t]:
-        env, late = opened(task["id"][11:], "turns"), task["missed_function"]
-        every = set(sum(late.values(), []))
+    for task in [task for task in TASKS if "missed_function" in task]:
+        env, late = opened(task, "turns"), task["missed_function"]
+        env._turn_failure = lambda: None  # go on, though nothing is called
         for turn, question in enumerate(task["question"]):
-            hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
-            assert every & set(names(env)) == every - hidden
+            assert not names(env) & {name for at in late if int(at) > turn for name in late[at]}
             last = [entry for entry in env.log if entry["role"] == "user"][-1]
             if str(turn) in late:
-                assert last["content"].endswith(
+                docs = [tool.text for name, tool in bfcl.task_tools(task).items() if name in late[str(turn)]]
+                assert docs and all(text in last["content"] for text in docs) and last["content"].endswith(
                     "</tools>\nI have updated some more functions you can choose from. What about now?")
-                assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
             else:
                 assert [last] == question
             env.step("Nothing.")
-        assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
+        assert names(env) == names(opened(task)) - {"done"}  # combined: there from the start
     env = opened("miss_func_0", "turns")
     assert "no tool named 'sort'" in ask(env, "sort", file_name="x") and env.calls == []
 
 
 def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
-    env = BFCLEnv(TASK["miss_func_0"])
-    system, user = env.reset()
-    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
-    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
-    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
-    assert names(env)[-1] == "done" and "root" not in user["content"] and env.log == [system, user]
+    env = opened("miss_func_0")
+    requests = [turn[0]["content"] for turn in env.task["question"] if turn]
+    steps = "\n".join(f"Step {i + 1}: {request}" for i, request in enumerate(requests))
+    assert env.log[1:] == [{"role": "user", "content": steps + bfcl.CLOSING}]
+    assert env.tools[-1]["function"]["name"] == "done" and "root" not in steps
 
 
-def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool(protocol):
     qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
     for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(TASK[name], protocol)
-            messages = env.reset()
-            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
-            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
-            shown = opened(name, protocol).tools
-            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
-            assert ours == theirs
-            text = llama.apply_chat_template(messages, tokenize=False)
-            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+        env = opened(name, protocol)
+        shown, messages = env.tools, list(env.log)
+        messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+        native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+        ours = qwen.apply_chat_template(messages, add_generation_prompt=True)
+        assert ours == qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)
+        text = llama.apply_chat_template(messages, tokenize=False)
+        assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
 
 
 # ===== train_bfcl.py 8. Parsing what the model says =====
@@ -3964,7 +3990,7 @@ def in_depth(n):
     (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
     # thoughts do not run
     (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
-    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
+    (f"<think>a <tool_call> is what I\nneed, \"</think>{block('ls')}", [("ls", {})]),
     (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
     (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
     (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
@@ -3978,18 +4004,18 @@ def in_depth(n):
     (block() + block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 4),
     (block(arguments=json.dumps(A)), [("f", A)]),
     (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
-    (f"<tool_call>{in_depth(30)}</tool_call>", [tuple]),
+    (f"<tool_call>{in_depth(31)}</tool_call>", [tuple]),
     # what is no call is one error, and nothing is repaired
     *[(f"{block()}<tool_call>{content}</tool_call>{block()}", [("f", {}), str, ("f", {})]) for content in (
         "", "{bad", '{"name": "ls}', LS + LS, f"{LS} <b> ", f"[{LS}]", '"ls"', "null", "{}", '{"name": 3}',
-        "{'name':'ls','arguments':{'a':True}}", '{"name": "ls", "arguments": {"a": 1,}}',
-        f"```json\n{LS}\n```",
+        f"\u00a0{LS}", f"{LS}\v", "{'name':'ls','arguments':{'a':True}}",
+        '{"name": "ls", "arguments": {"a": 1,}}', f"```json\n{LS}\n```",
         *[json.dumps({"name": "f", "arguments": wrong}) for wrong in (
-            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}')],
+            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}', '{"a": 1} {}')],
         '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', '{"name": "f", "name": "g"}',
         *[f'{{"name": "f", "arguments": {{"a": {wrong}}}}}' for wrong in (
             "NaN", '[{"b": -Infinity}]', '[{"b": 1e999}]', "9" * 5000, '"\\ud800"', '"\ud800"', '1, "a": 2')],
-        in_depth(31), '{"a":' * 100_000)],
+        in_depth(32), '{"a":' * 100_000)],
 ])
 def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
     items = parse_tool_calls(text)
@@ -4012,38 +4038,40 @@ def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
 
 
 @pytest.mark.parametrize("piece", [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", "[", '"', '""', "\\", '{"', '{"a":', " ",
     "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
     '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
-    '<tool_call>{"a": "</think>'])
-def test_bfcl_parsing_time_is_linear_in_the_text(piece):
-    start = time.process_time()
-    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 3
+    '<tool_call>{"a": "</think>', block()])
+def test_bfcl_parsing_64_kilobytes_takes_no_time_whatever_they_are(piece):
+    for start in ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": ', '<tool_call>"'):
+        began = time.process_time()
+        parse_tool_calls(start + piece * (2**16 // len(piece)))
+        assert time.process_time() - began < 0.3
 
 
 # ===== train_bfcl.py 9-10. Running calls, and gold, as the benchmark's executor and checker have them =====
 
 JUDGE = """
-import importlib, json, os, sys, time
+import importlib, json, os, sys
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker, state_checker
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
 
-def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
-    gold = task["ground_truth"]
-    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
+def execute(task, turns, who):
+    calls = [call for turn in turns for step in turn for call in step]
+    return execute_multi_turn_func_call(
+        calls, task["initial_config"], task["involved_classes"], who, task["id"],
+        long_context="long_context" in task["id"])
 
 def observations(task, turns):
-    calls = [call for turn in turns for step in turn for call in step]
-    results, _ = execute_multi_turn_func_call(
-        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
-        long_context="long_context" in task["id"])
-    return results
+    return execute(task, turns, "judge")[0]
 
-def seconds(task, turns):
-    start, _ = time.process_time(), verdict(task, turns)
-    return time.process_time() - start
+def final_state(task, turns):
+    gold = execute(task, [task["ground_truth"]], "gold")[1]
+    return state_checker(execute(task, turns, "judge")[1], gold)["valid"]
+
+def verdict(task, turns):  # on as many turns as were played
+    return multi_turn_checker(turns, task["ground_truth"][:len(turns)], task, "", "judge")["valid"]
 
 judge, trajectories = globals()[sys.argv[1]], json.load(sys.stdin)
 for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
@@ -4064,108 +4092,104 @@ def ask_judge(question: str, trajectories: list) -> list:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_bfcl_all_4625_gold_calls_give_the_official_observations_and_all_800_experts_score_1():
-    ours, played, cut = [], [], 0
-    for task in TASKS:
-        gold = bfcl.gold_turns(task)
-        _, replay = bfcl.scenario(json.dumps(task))
-        ours.append([text for turn in replay for text in turn.observations])
-        played += [call for turn in gold for call in turn]
-        for protocol in ("combined", "turns"):
-            env = play(task, expert_turns(task, protocol), protocol)
-            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
-            assert env.calls == [call for turn in gold for call in turn]
-            json.dumps(env.log)
-            for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
-                assert len(text) <= bfcl.OBSERVATION_LIMIT
-                cut += text.endswith(bfcl.CUT_MARK)
-                assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
-    assert cut > 200  # and yet the whole ones are checked
-    assert ours == ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
-    assert len(played) == 4625 and ("sort", {"file_name": "final_report.pdf"}) in played
-    written = [ast.parse(text, mode="eval").body
-               for task in TASKS for turn in task["ground_truth"] for text in turn]
-    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
-    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
-    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
+def test_bfcl_all_gold_calls_run_and_give_the_official_observations():
+    replays = [bfcl.scenario(json.dumps(task))[1] for task in TASKS]  # a call that is refused would raise
+    ours = [text for replay in replays for turn in replay for text in turn.observations]
+    official = sum(ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS]), [])
+    different = sum(one != other for one, other in zip(ours, official, strict=True))
+    print(f"\n{len(ours)} of {len(official)} gold calls run, {different} observations are not the official")
+    assert len(ours) == 4625 and different == 0
+    calls = [call for replay in replays for turn in replay for call in turn.calls]
+    assert ("sort", {"file_name": "final_report.pdf"}) in calls  # written sort('final_report.pdf')
     assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
 
 
-def test_bfcl_an_environment_takes_less_than_twice_the_time_of_the_official_executor_and_checker():
-    tasks = TASKS[::10]
-    plans = [expert_turns(task, "combined") for task in tasks]
-    replays = [(task, [[turn] for turn in task["ground_truth"]]) for task in tasks]
-
-    def ratio():
-        bfcl.scenario.cache_clear()
-        start = time.process_time()
-        list(map(play, tasks, plans))
-        seconds = time.process_time() - start
-        return seconds / sum(ask_judge("seconds", replays))
-
-    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
-
-
-KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
-         "unknown", "one by one", "state", "loop", "loop last")
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_all_800_experts_score_1(protocol):
+    cut = 0
+    for task in TASKS:
+        env = play(task, expert_turns(task, protocol), protocol)
+        assert (env.reward(), env.reason) == (1, "ok"), task["id"]
+        assert env.calls == sum(bfcl.gold_turns(task), []) and json.dumps(env.log)
+        for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
+            assert len(text) == bfcl.OBSERVATION_LIMIT or (
+                len(text) < bfcl.OBSERVATION_LIMIT and not text.endswith(bfcl.CUT_MARK))
+            cut += text.endswith(bfcl.CUT_MARK)
+    assert cut > 100  # and yet the whole ones are checked
 
 
-def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
-    """A trajectory for the turns protocol, as texts."""
-    texts = expert_turns(task, "turns")
-    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
-    i = with_calls[-1] if kind == "loop last" else rng.choice(with_calls)
-    calls, before, after = parse_tool_calls(texts[i]), texts[:i], texts[i + 1:]
-    extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
-             "TwitterAPI": ("post_tweet", {"content": "hm"}),
-             "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
-             "TradingBot": ("fund_account", {"amount": 5})}.get(task["involved_classes"][0], calls[0])
-    here = {
-        "expert": [texts[i]], "extra": [say(*calls, rng.choice(calls))], "reorder": [say(*reversed(calls))],
-        "drop turn": [], "malformed": [texts[i].replace("}}\n", "}\n", 1)],
-        "unknown": [say(("no_such_tool", {"a": 1})) + "\n" + texts[i]], "one by one": map(say, calls),
-        "state": [say(*calls, extra)], "loop": [texts[i], *[say(calls[-1])] * 22],
-    }
-    if kind == "corrupt":
-        return bfcl.corrupt_turns(task, texts, rng)
-    if kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
-        return [say(*calls), *before, *after]
-    return [*before, *here[kind.removesuffix(" last")], *after]
+def spoilt(kind: int, task: dict, rng: random.Random, protocol: str) -> list[str]:
+    """An expert's messages, with a mistake or another way to say the same."""
+    if kind > 9:
+        return bfcl.corrupt_turns(task, rng, protocol)
+    plan = bfcl.gold_turns(task)
+    turn = rng.choice([calls for calls in plan if calls])
+    extra = ("touch", {"file_name": "x"}) if rng.random() < 0.7 else ("setHeadlights", {"mode": "on"})
+    plan[0][:0] = [turn[0]] if kind == 1 else []  # too early, as well
+    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [("no_such_tool", {"a": 1}), *turn]}.get(kind, turn)
+    texts = expert_turns(task, protocol, plan)
+    if kind > 5:
+        at = texts.index(say(*turn))
+        texts[at:at + 1] = {6: map(say, turn), 7: [texts[at], *[say(turn[-1])] * 22], 8: [say(turn[-1])] * 22,
+                            9: [texts[at].replace("}}\n", "}\n", 1)]}[kind]
+    return texts
 
 
-def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
-    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
+def play_noting_turns(task: dict, texts: list[str], protocol: str) -> tuple[BFCLEnv, list]:
+    """Our env, and the same trajectory as the benchmark would store it: turns of steps of call strings.
     A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
-    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
+    env, turns = opened(task, protocol), [[]]
     for text in texts + ["That is all."] * 10:
         shown = names(env)
         calls = []
-        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
+        for name, given in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
             name = name if name in shown else "hidden_" + name
-            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
-        steps += [calls] if calls else []
+            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})")
+        turns[-1] += [calls] if calls else []
         messages = env.step(text)
-        if messages is None or messages[-1]["role"] == "user":
-            turns, steps = turns + [steps], []
         if messages is None:
             return env, turns
+        turns += [[]] if messages[-1]["role"] == "user" else []
     raise AssertionError("the episode did not end")
 
 
-def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
-    rng, trajectories, ours, kinds = random.Random(1), [], [], []
-    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
-    for n in range(420):
-        task, kind = rng.choice(pool), KINDS[n % len(KINDS)]
-        env, turns = play_turns(task, spoil(kind, task, rng))
-        trajectories.append((task, turns))
-        ours.append(env.reward() == 1)
-        kinds.append((task["id"], kind, env.reason))
-    official = ask_judge("verdict", trajectories)
-    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
-    assert 100 < sum(ours) < 320  # both verdicts are well represented
-    for words in ("no call", "state", "response", "step limit"):
-        assert any(words in reason for _, _, reason in kinds)
+def judged(question: str, protocol: str) -> list:
+    """420 times (kind, env, turns, what the official judge says)."""
+    rng, played = random.Random(1), []
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # it needs an unlisted tool
+    for kind in [*range(14)] * 30:
+        task = rng.choice(pool)
+        played.append((kind, *play_noting_turns(task, spoilt(kind, task, rng, protocol), protocol)))
+    official = ask_judge(question, [(env.task, turns) for _, env, turns in played])
+    assert 100 < sum(env.reward() for _, env, _ in played) < 320
+    return [(*each, right) for each, right in zip(played, official, strict=True)]
+
+
+def test_bfcl_420_trajectories_in_turns_are_judged_as_the_official_checker_does():
+    wrong, reasons = [], ""
+    for kind, env, turns, right in judged("verdict", "turns"):
+        complete = len(turns) == len(env.task["question"])
+        gave_up = "step limit" in env.reason  # before the last turn: wrong, though its turns may be right
+        if env.reward() != (right and complete) or right and not (complete or gave_up):
+            wrong.append((env.task["id"], kind, env.reason))
+        reasons += env.reason
+    print(f"\n420 trajectories in turns: {len(wrong)} are judged otherwise than by the official checker")
+    assert wrong == [] and all(w in reasons for w in ("no call", "state", "response", "step limit"))
+
+
+def test_bfcl_420_trajectories_of_one_prompt_are_judged_by_the_official_state_and_the_calls_made():
+    def made(calls, name, gold):
+        return any(name == other and all(repr(given.get(key)) == repr(value) for key, value in gold.items())
+                   for other, given in calls)
+
+    wrong, seen = [], Counter()
+    for kind, env, _, state in judged("final_state", "combined"):
+        action = all(made(env.calls, *call) for turn in bfcl.gold_turns(env.task) for call in turn)
+        if (env.R_state(), env.R_action(), env.reward()) != (state, action, state and action):
+            wrong.append((env.task["id"], kind, env.reason))
+        seen[state, action] += 1
+    print(f"\n420 trajectories of one prompt: {len(wrong)} are judged otherwise than by the official checker")
+    assert wrong == [] and len(seen) == 4 and min(seen.values()) >= 10, seen
 
 
 def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
@@ -4189,267 +4213,150 @@ def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
     assert env.calls == [] and not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """A helper of the test's own, with limits to set before its first call; a short time by default."""
-    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
-    monkeypatch.setattr(bfcl, "WORKER", own)
-    yield own
-    own.close()
+@pytest.mark.parametrize("name, arguments, answer", [
+    ("power", {"base": 10, "exponent": 10**8}, "power: exponent must be a number from -1000 to 1000"),
+    ("power", {"base": 2, "exponent": 1001}, "exponent must be"),
+    ("power", {"base": 2, "exponent": 1000}, str(2**1000)),
+    ("power", {"base": 10**301, "exponent": 2}, "base must be a number from -1e+300 to 1e+300"),
+    ("power", {"base": -(10**300), "exponent": 2}, "1" + "0" * 600),
+    ("logarithm", {"value": 2, "base": 10, "precision": 5 * 10**7}, "precision must be"),
+    ("logarithm", {"value": "1e100000000", "base": 10, "precision": 5}, "value must be"),
+    ("logarithm", {"value": 8, "base": 2, "precision": 5}, "3.0"),
+    ("square_root", {"number": 2, "precision": 5 * 10**7}, "precision must be"),
+    ("square_root", {"number": [2], "precision": 5}, "number must be"),
+    ("round_number", {"number": 5, "decimal_places": -(10**9)}, "decimal_places must be"),
+    ("round_number", {"number": 5.25, "decimal_places": None}, '{"result": 5}')])
+def test_bfcl_numbers_that_could_take_for_ever_are_refused_in_a_line_that_says_so(name, arguments, answer):
+    env, before = opened("MathAPI"), time.process_time()
+    assert answer in ask(env, name, **arguments) and time.process_time() - before < 0.5
+    assert env.calls == ([] if "must be" in answer else [(name, arguments)])
+    assert ask(env, "add", a=1, b=2) == '{"result": 3}'
 
 
-@pytest.mark.parametrize("name, arguments", [
-    ("power", {"base": 10, "exponent": 100_000_000}),
-    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
-    ("square_root", {"number": 2, "precision": 50_000_000}),
-    ("round_number", {"number": 5, "decimal_places": -10**9})])
-def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
-    env, other = opened(MATH), opened(MATH)
-    add = ("add", {"a": 1, "b": 2})
-    messages = env.step(say(add, (name, arguments), add, ("done", {})))
-    assert [m["content"] for m in messages] == [
-        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
-        *["Error: not run after a stopped call"] * 2]
-    assert env.calls == [add]
-    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
+def test_bfcl_the_precision_of_a_call_is_its_own():
+    def answers(digits):
+        env = opened("MathAPI")
+        return [(ask(env, "square_root", number=2, precision=digits),
+                 ask(env, "logarithm", value=2, base=10, precision=digits)) for _ in range(20)]
 
-
-def test_bfcl_the_limits_are_those_that_are_documented():
-    start, env = time.monotonic(), opened(MATH)
-    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
-    assert 1.5 < time.monotonic() - start < 30
-    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
-    if sys.platform == "linux":
-        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
-
-
-def test_bfcl_files_where_a_run_is_started_are_not_taken_for_modules(tmp_path, monkeypatch, worker):
-    (tmp_path / "resource.py").write_text("raise SystemExit")
-    monkeypatch.chdir(tmp_path)
-    math_api = bfcl.api_class("MathAPI")()
-    assert json.loads(worker.run(math_api, "mean", {"numbers": [1, 3]})) == {"result": 2.0}
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
-    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
-    env = opened(MATH, protocol)
-    assert len(env.step(endless)) == 2
-    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
-    assert env.step(endless) is None
-    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
-    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
-    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
-    env.reset()
-    assert env.step(endless) is not None  # a new episode counts anew
-
-
-def folders_in_folders(levels: int) -> BFCLEnv:
-    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
-    env = opened("base_0", excluded_function=[])
-    for level in range(levels):
-        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
-        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
-                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
-                     ("cd", {"folder": ".."})))
-    return env
-
-
-def test_bfcl_an_endless_file_tree_is_stopped_alike_whatever_others_have_used(worker):
-    env = folders_in_folders(40)
-    for name, arguments in (("find", {"path": "."}), ("du", {})):  # du needs no memory, but time
-        assert f"{name} was stopped, it needs too much time or memory" in ask(env, name, **arguments)
-    assert len(env.calls) == 200
-    worker.close()
-    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
-    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
-    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
-    for instance in [fits, too_long, endless] * 2:
-        seen.append(worker.run(instance, "find", {"path": "."}) is None)
-    assert seen == [False, True, True] * 2
-
-
-def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
-    def stopped(stack):
-        return stopped(stack - 1) if stack else worker.run(instance, "find", {"path": "."}) is None
-
-    instance, seen = opened("base_0")._instances["GorillaFileSystem"], []
-    for _ in range(13):
-        seen.append(stopped(0))
-        assert stopped(300) == seen[-1]
-        for _ in range(20):  # deeper and deeper
-            instance.mkdir("d")
-            instance.cd("d")
-    assert seen[0] is False
-
-
-API = textwrap.dedent('''
-    import os, signal, subprocess, sys, time
-
-    class Api:
-        def good(self): return {"result": 3}
-        def several_lines(self): return 'a\\n"b"\\n'
-        def prints(self):
-            print('"forged"', flush=True), sys.__stdout__.write('"forged"\\n'), os.write(1, b'"forged"\\n')
-            subprocess.run(["echo", '"forged"'])
-            return "printed"
-        def prints_for_ever(self):
-            while True: print("x" * 1000)
-        def reads(self): return sys.stdin.read() + sys.stdin.read()
-        def asks(self): return input("?")
-        def raises(self): raise KeyError("k")
-        def leaves(self): sys.exit(0)
-        def interrupts(self): raise KeyboardInterrupt
-        def vanishes(self): os._exit(0)
-        def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
-        def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
-        def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
-        def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
-        def half_and_the_helper_too(self):
-            self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
-        def write_part(self, part=b'"half an ans'):
-            for fd in range(3, 20):
-                try: os.write(fd, part)
-                except OSError: pass
-        def raises_memory(self): raise MemoryError
-        def needs_memory(self): return bytearray(2**31)
-        def hides_its_need(self):
-            lists = []
-            try:
-                while True: lists.append([1] * 10**5)
-            except MemoryError:
-                return "as if nothing had happened"
-        def recurses(self): return self.recurses()
-        def loops(self):
-            while True: pass
-        def says_much(self): return "x" * 1_000_001
-        def says_just_enough(self): return "x" * 1_000_000
-    ''')
-
-
-def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
-    (tmp_path / "an_api.py").write_text(API)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    api = importlib.import_module("an_api").Api()
-    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
-    answers = {
-        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
-        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
-    stopped = [
-        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
-        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
-        "recurses", "loops", "says_much"]
-    for name in [*answers, *stopped]:
-        assert worker.run(api, name, {}) == answers.get(name), name
-        assert worker.run(api, "good", {}) == '{"result": 3}', name
-    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
-    worker.process.wait()
-    assert worker.run(api, "good", {}) == '{"result": 3}'
-    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
-
-
-def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
-    def ended(pid):  # or nobody has asked yet how
-        file = Path(f"/proc/{pid}/stat")
-        return not file.exists() or file.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-    def sums(number):
-        env = opened(MATH)
-        return [ask(env, "add", a=number, b=i) for i in range(30)]
-
-    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
+    alone = [answers(digits) for digits in range(300, 308)]
+    assert len(set(sum(alone, []))) == 8
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(sums, range(8))) == expected
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
-        os.write(write, f"{helper}\n".encode())
-        time.sleep(60)
-    os.close(write)
-    assert sums(6) == expected[6]
-    helper = int(os.read(read, 99))
-    assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for _ in range(100):
-        time.sleep(0 if ended(helper) else 0.05)
-    assert ended(helper)
+        assert list(threads.map(answers, range(300, 308))) == alone
+    assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15)
 
 
-def test_bfcl_the_import_needs_no_bfcl_eval():
-    child = os.fork()
-    if child == 0:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
-            del sys.modules[name]
-        sys.modules["bfcl_eval"] = None
-        try:
-            importlib.reload(bfcl)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+def twins(api):  # folder n holds folder n - 1 twice, as copies share their contents: 2 ** 40 paths
+    for level in range(40):
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        api.mkdir(outer), api.mv(inner, outer), api.cd(outer), api.cp(inner, "twin"), api.cd("..")
+
+
+def cycle(api):  # "." is a folder of this name, and this folder itself: its copy is in the copy
+    api.mkdir("."), api.cp(".", "loop")
+    assert api._current_dir.contents["loop"].contents["loop"] is api._current_dir.contents["loop"]
+
+
+def nested(api, levels=3000, name="d"):
+    for _ in range(levels):
+        api.mkdir(name), api.cd(name)
+    while api._current_dir.parent:
+        api.cd("..")
+
+
+def filled(api, paths):  # a folder of so many files in an endless one
+    cycle(api), api.mkdir("new"), api.cd("new")
+    for number in range(paths):
+        api.touch(str(number))
+
+
+@pytest.mark.parametrize("build, refused", [
+    (twins, True), (cycle, True), (nested, True), (partial(filled, paths=1000), False),
+    (partial(filled, paths=1001), True), (partial(nested, levels=127), False),  # "/d": 254 characters
+    (partial(nested, levels=128), True), (partial(nested, levels=1, name="x" * 254), False),
+    (partial(nested, levels=1, name="x" * 255), True)])
+def test_bfcl_file_trees_are_counted_before_they_are_walked(build, refused):
+    env, start = opened("base_0", excluded_function=[]), time.process_time()
+    build(env._instances["GorillaFileSystem"])
+    for tool, arguments in (("find", {"path": "."}), ("du", {})):
+        words = f"Error during execution: {tool}: more than 1000 paths, or one of more than 255 characters"
+        answer = ask(env, tool, **arguments)
+        assert (answer == words) == refused == ("rror" in answer)
+    assert "No such file" in ask(env, "find", path="nowhere") and "strip" in ask(env, "find", path=5)
+    assert len(env.calls) == (2 if refused else 4)
+    assert env.step(say(("pwd", {}), ("done", {}))) is None and env.reward() == 0  # the states are compared
+    assert time.process_time() - start < 0.8
+
+
+LARGE = ["9" * 2**16, "☃" * 2**14, "a\n" * 2**15, "İ" * 2**15, "1e" + "9" * 300, 10**4299, -(10**4299),
+         1e308, 5e-324, 1000, True, None, [1] * 2**14, [10**4299] * 14, ["x"] * 2**13,
+         {str(i): i for i in range(5000)}, json.loads("[" * 30 + "]" * 30)]  # as a message of 64 kB can hold
+
+
+def test_bfcl_every_method_answers_at_once_whatever_it_is_given():
+    def call_all():
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for tool in tools:
+            env = opened(apis[tool.api])
+            vars(env._instances[tool.api]).update(
+                {"authenticated": True, "current_user": "USR001", "access_token": "1", "token_expires_in": 2})
+            for large, other in itertools.product(LARGE, (1, "1", *rng.sample(LARGE, 2))):
+                arguments = dict.fromkeys(tool.signature.parameters, other)
+                arguments.update(dict.fromkeys(rng.sample(list(arguments), min(1, len(arguments))), large))
+                start = time.process_time()
+                with suppress(TypeError, ValueError):
+                    assert len(bfcl.execute(env._instances, tool, arguments)) < 10**6
+                assert time.process_time() - start < 0.5, tool.name
+            env.R_state()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB
+
+    apis, rng = {api: task for task in TASKS[200:400] for api in task["involved_classes"]}, random.Random(0)
+    tools = [tool for api in apis for tool in bfcl.class_tools(api).values()]
+    assert len(tools) == 128
+    in_child(call_all)
+
+
+def test_bfcl_an_episode_runs_1000_calls():
+    env, call = opened("MessageAPI"), ("list_users", {})
+    *_, last, more = env.step(say(*[call] * 999, ("cd", {}), call, call))  # a call that does not fit is none
+    assert len(env.calls) == 1000 and "user_list" in last["content"] and "1000 calls" in more["content"]
 
 
 # ===== train_bfcl.py 11-12. Environment, experts and failures =====
 
 
-def test_bfcl_shared_data_of_the_benchmark_never_carries_over():
-    for _ in range(2):  # post_tweet's default list
+def test_bfcl_a_default_that_a_method_stores_is_not_shared():
+    for _ in range(2):
         env = opened("base_0")
         env._instances["TwitterAPI"].authenticated = True
         tweet = json.loads(ask(env, "post_tweet", content="hi"))
         assert tweet["mentions"] == []
         ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
         assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
-    # the module's credit cards, in the gold replay and between environments
-    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
+
+
+def test_bfcl_the_modules_credit_cards_are_not_shared():
+    task = next(task for task in TASKS[200:400] if "TravelAPI" in task["involved_classes"])
     cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
-    env = opened(name, ground_truth=[[login]])
-    token = json.loads(env._gold[0].observations[0])["access_token"]
-    env = opened(name, ground_truth=[[
-        login, f"set_budget_limit({token!r}, 1)",
-        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
+    before, card = copy.deepcopy(cards), list(cards)[0]
+    login = "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
+    (token,) = re.findall(r"\d{6}", opened(task, ground_truth=[[login]])._gold[0].observations[0])
+    env = opened(task, ground_truth=[[
+        login, f"set_budget_limit('{token}', 1)",
+        f"book_flight('{token}', '{card}', '2024-01-01', 'SFO', 'LAX', 'economy')"]])
     assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
-    first, second = (opened(name)._instances["TravelAPI"].credit_card_list for _ in range(2))
-    before = copy.deepcopy(second)
-    for card in first.values():
-        card["balance"] = -1
-    assert second == opened(name)._instances["TravelAPI"].credit_card_list == before
+    env._instances["TravelAPI"].credit_card_list[card]["balance"] = -1  # in one world
+    assert opened(task)._instances["TravelAPI"].credit_card_list[card] == before[card] == cards[card]
 
 
-def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
-    """The gold state and the gold calls, these in any order, with any extra option."""
-    task = TASK["base_0"]
-    texts = expert_turns(task, "combined")
-    touch = say(("touch", {"file_name": "extra.txt"}))
-    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
-    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
-    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
-
-    def otherwise(call, old, new):
-        """(a task with this gold call, its expert who says something else there)"""
-        task = next(t for t in TASKS if call in bfcl.gold_list(t))
-        changed = [text.replace(old, new) for text in expert_turns(task, "combined")]
-        assert changed != expert_turns(task, "combined")
-        return task, changed
-
-    for (played, messages), R_state, R_action, reason in (
-            ((task, texts), 1, 1, "ok"),
-            ((task, swapped), 1, 1, "ok"),
-            (otherwise("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}'), 1, 1, "ok"),
-            (otherwise("ls(a=True)", '{"a": true}', '{"a": 1}'), 1, 0, "gold call not made: ls"),
-            ((task, [*texts[:-1], touch, texts[-1]]), 0, 1, "final state"),
-            ((task, no_grep), 1, 0, "gold call not made: grep"),
-            ((task, [*texts[:2], texts[-1]]), 0, 0, "gold call not made"),
-            ((task, texts[-1:]), 0, 0, "gold call not made")):
-        env = play(played, messages)
-        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
-        assert env.reason.startswith(reason)
+@pytest.mark.parametrize("gold, old, new, R_action, reason", [
+    ("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}', True, "ok"),  # an option more
+    ("ls(a=True)", '{"a": true}', '{"a": 1}', False, 'gold call not made: ls({"a": true})')])
+def test_bfcl_a_gold_call_is_made_with_gold_arguments_and_perhaps_more(gold, old, new, R_action, reason):
+    task = next(task for task in TASKS if gold in bfcl.gold_list(task))
+    env = play(task, [text.replace(old, new) for text in expert_turns(task)])
+    assert repr(env.calls) != repr(sum(bfcl.gold_turns(task), []))
+    assert (env.R_action(), env.R_state(), env.reward(), env.reason) == (R_action, True, R_action, reason)
 
 
 @pytest.mark.parametrize("given, gold, equal", [
@@ -4461,47 +4368,43 @@ def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
     assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
 
 
-def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+def test_bfcl_done_and_silence_end_an_episode_and_what_follows_done_is_not_run():
     first, env = ("cd", {"folder": "document"}), opened("base_0")
     assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
-    env = opened("base_0")
-    assert env.step("I cannot do this.") is None and env.reward() == 0
-    env = opened("base_0")
-    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
-    env.step(say(first))
-    assert env.reward() == 0 and env.reason == "the episode did not end"
     env.close()
-    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
-    assert "no tool named 'done'" in ask(env, "done")
+    assert env.reason.startswith("gold call not made: mkdir") and len(env.log) == 4 and env._instances is None
+    assert env.reset() == env.log and len(env.log) == 2 and env.calls == [] and env.reward() == 0
+    assert play("base_0", ["I cannot do this."]).reason.startswith("gold call not made")
+    assert play("base_0", ["<tool_call>{oops</tool_call>"]).reason == "the episode did not end"  # not silent
+    assert "no tool named 'done'" in ask(opened("base_0", "turns"), "done")  # the leaderboard has none
 
 
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
-    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
-    for protocol, steps in (("combined", 4 * MAXIMUM_STEP_LIMIT), ("turns", MAXIMUM_STEP_LIMIT + 1)):
-        env = play(TASK["base_0"], [say(("pwd", {}))] * 200, protocol)
-        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-        assert "step limit reached" in env.reason or protocol == "turns"
+@pytest.mark.parametrize("protocol, steps", [("combined", 4 * 20), ("turns", 20 + 1)])
+def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit(protocol, steps):
+    env = play("base_0", [say(("pwd", {}))] * 200, protocol)
+    assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+    assert env.reason == "step limit reached" or protocol == "turns"
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
-    rng, rewards = random.Random(0), []
+    rng, rewards, kinds = random.Random(0), [], set()
     for task in rng.sample(TASKS, 60):
-        expert = expert_turns(task, protocol)
-        texts = bfcl.corrupt_turns(task, expert, rng)
-        assert texts != expert and texts[-1] == expert[-1]
+        expert, texts = expert_turns(task, protocol), bfcl.corrupt_turns(task, rng, protocol)
         for text in texts:
             blocks = parse_tool_calls(text)
-            assert not any(isinstance(b, str) for b in blocks)
             assert text == say(*blocks) if blocks else protocol == "turns"
-        env = play(task, texts, protocol)
-        assert env.reason != "the episode did not end"
-        rewards.append(env.reward())
-    assert rewards.count(0) > 36
+        rewards.append(play(task, texts, protocol).reward())
+        right, wrong = (sum(map(parse_tool_calls, script), []) for script in (expert, texts))
+        at = next(i for i, call in enumerate(right) if call not in wrong[i:i + 1])
+        (one, given), (other, got) = right[at], [*wrong, ("", {})][at]
+        same = sum(given.get(key) == value for key, value in got.items())
+        kinds.add((min(2, len(right) - len(wrong)) or (one == other, len(given) - same, len(got) - same)))
+    assert rewards.count(0) > 36 and kinds == {1, 2, (False, 0, 0), (True, 1, 1), (True, 1, 0)}
 
 
 def hostile(rng: random.Random) -> str:
-    name, arguments = rng.choice([c for turn in bfcl.gold_turns(rng.choice(TASKS)) for c in turn])
+    name, arguments = rng.choice([call for turn in bfcl.gold_turns(rng.choice(TASKS)) for call in turn])
     value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
                         [[[]]], [1, "a"], {"a": {}}])
     kind = rng.randrange(9)
@@ -4519,12 +4422,12 @@ def hostile(rng: random.Random) -> str:
 
 def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
     rng, start = random.Random(7), time.process_time()
-    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
-    envs = [opened(name, protocol) for name in chosen for protocol in ("combined", "turns")]
+    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", "base_75", task_of("MathAPI"))
+    envs = [opened(task, protocol) for task in chosen for protocol in ENVS]
     for _ in range(10_000):
         env = rng.choice(envs)
         shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
-        gold = {c[0] for c in env._gold[env._turn].calls}
+        gold = {call[0] for turn in env._gold for call in turn.calls}
         messages = env.step(hostile(rng))
         assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
         for message in messages or []:
@@ -4533,8 +4436,7 @@ def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
         if messages is None or rng.random() < 0.02:
             json.dumps(env.log)
             env.reset()
-    for name in chosen:
-        assert play(TASK[name], expert_turns(TASK[name], "turns"), "turns").reward() == 1
+    assert all(play(env.task, expert_turns(env.task)).reward() == 1 for env in envs)
     assert time.process_time() - start < 40
 
 
