@@ -177,9 +177,9 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
         with one_line(f"{file} is damaged: delete it, and it is made again"):
             return [Trajectory(**fields) for fields in json.loads(file.read_text())]
     reward_token = HIGH if s.init == "rctp" else None
-    experts = {task["id"]: play_script(task, expert_turns(task), reward_token, tokenizer, s.max_tokens)
+    experts = {task["id"]: play_script(task, expert_turns(task), reward_token, tokenizer)
                for task in tqdm(mine(train), "expert trajectories", disable=RANK > 0)}
-    fitting = [task for task in mine(train) if not experts[task["id"]].truncated]
+    fitting = [task for task in mine(train) if len(experts[task["id"]].ids) <= s.max_tokens]
     data = [experts[task["id"]] for task in fitting]
     if bad := [t.group for t in data if t.reward != 1]:
         raise SystemExit(f"experts of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
@@ -195,9 +195,9 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
     return data
 
 
-def play_script(task: dict, texts: list[str], reward_token, tokenizer, max_tokens: int) -> Trajectory:
+def play_script(task: dict, texts: list[str], reward_token, tokenizer) -> Trajectory:
     env, policy = BFCLEnv(task), scripted_policy(texts, tokenizer)
-    limits = {"max_tokens": max_tokens, "max_turns": 10**6}  # --max-turns is for models: a script ends
+    limits = {"max_tokens": 10**9, "max_turns": 10**9}  # those of models: a script ends by itself
     return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)[0]
 
 
@@ -224,12 +224,12 @@ def sample_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
 
 
 def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
-    rng, turns = random.Random(f"{s.seed} {task['id']}"), expert_turns(task)
+    rng = random.Random(f"{s.seed} {task['id']}")
     for _ in range(100):
-        t = play_script(task, corrupt_turns(task, turns, rng), LOW, tokenizer, s.max_tokens)
-        if t.reward == 0 and any(t.mask):
+        t = play_script(task, corrupt_turns(task, rng), LOW, tokenizer)
+        if t.reward == 0 and len(t.ids) <= s.max_tokens:
             return t
-    raise SystemExit(f"100 corruptions of {task['id']} all scored 1")
+    raise SystemExit(f"100 corruptions of {task['id']} all scored 1 or are longer than --max-tokens")
 
 
 # ===== 4. The two stages ====================================================================================
@@ -290,6 +290,8 @@ def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], 
 # ===== 5. Evaluation ========================================================================================
 def evaluate(run: Run, s, folder: Path, train: list[dict], test: list[dict], tokenizer):
     """Greedy rollouts of all test tasks under the reward tokens that eval.json lacks; a table of all."""
+    if RANK == 0:  # training is over
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     made = read_origin(s.model) if s.init == s.rl == "none" else {}  # a model trained by another run
     init, rl, results = made.get("--init", s.init), made.get("--rl", s.rl), {}
     if (file := run.folder / "eval.json").exists():
@@ -302,10 +304,10 @@ def evaluate(run: Run, s, folder: Path, train: list[dict], test: list[dict], tok
     for name in missing:
         with rollout_bar(f"evaluation, {name}", len(mine(test))) as progress:
             played = from_all(play_tasks(s, mine(test), policy, tokenizer, name, progress))
-        results[name] = tally(played)
-        lines = json_lines(run.folder / "trajectories.jsonl", "reward_token")
-        lines = [line for line in lines if line["reward_token"] != name] + played
+        before = json_lines(run.folder / "trajectories.jsonl", "reward_token")
+        lines = [line for line in before if line["reward_token"] in results] + played
         write_whole(run.folder / "trajectories.jsonl", "".join(map(json_line, lines)))
+        results[name] = tally(played)
         write_whole(file, json.dumps(report, indent=1) + "\n")
     run.say("\n" + table(report))
 
@@ -1242,9 +1244,10 @@ class Run:
             lines = json_lines(self.folder / name, "stage", "step")
             kept = [line for line in lines if (line["stage"], line["step"]) < (stage, done)]
             write_whole(self.folder / name, "".join(map(json_line, kept)))
-        with suppress(ImportError):  # and their points
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(str(self.folder / "tensorboard" / stage), purge_step=done)
+        if RANK == 0:
+            with suppress(ImportError):  # and their points
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(str(self.folder / "tensorboard" / stage), purge_step=done)
         self.bar = tqdm(range(done, steps), stage, initial=done, total=steps, disable=RANK > 0)
         for step in self.bar:
             yield step
@@ -1263,9 +1266,10 @@ class Run:
         for name, values in zip(LOGS, (numbers, clock, sample), strict=True):
             with open(self.folder / name, "a") as lines:
                 lines.write(json_line({"stage": stage, "step": step, **values}) if values else "")
-        for name, value in metrics.items():
-            if self.board and value is not None:
-                self.board.add_scalar(name, value, step)
+        if self.board:
+            for name in metrics.keys() - {name for name, value in metrics.items() if value is None}:
+                self.board.add_scalar(name, metrics[name], step)
+            self.board.flush()
         last = json_lines(self.folder / "metrics.jsonl", "skipped")[-3:] if metrics["skipped"] else []
         if sum(line["skipped"] > 0 for line in last) == 3:
             raise SystemExit("stopped: three steps in a row had a gradient that is not finite")
@@ -1290,7 +1294,7 @@ class Run:
         return int(folders[-1].name.rpartition("-")[2])
 
     def finish(self, folder: str, plain, tokenizer):
-        """Save a stage's model with the settings that made it. Its checkpoints go, and results of another."""
+        """Save a stage's model with the settings that made it. Results of another one go."""
         made = {**self.settings, "--rl": "none"} if folder == "stage1" else self.settings
 
         def write(part: Path):
@@ -1301,8 +1305,6 @@ class Run:
         if RANK == 0:
             (self.folder / "eval.json").unlink(missing_ok=True)
         write_whole(self.folder / folder, write)
-        if RANK == 0:
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
 
 
 def write_whole(path: Path, content, by_all: bool = False):
@@ -1328,7 +1330,8 @@ def json_lines(path: Path, *names) -> list[dict]:
     """The objects in a file, one in each line, with these names. A last line without its end, as a kill
     leaves it, does not count."""
     values = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1] if path.exists() else (), 1):
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, 1):
         with one_line(f"{path}, line {number}, is damaged: delete it"):
             values.append(json.loads(line))
             [values[-1][name] for name in names]
@@ -1346,7 +1349,7 @@ def rollout_bar(name: str, total: int):
 def plan(s, train: list[dict], test: list[dict], tokenizer):
     """Print what the run will do, and what it will hold."""
     reward_token = HIGH if s.init == "rctp" else None
-    lengths = [len(play_script(task, expert_turns(task), reward_token, tokenizer, 10**9).ids)
+    lengths = [len(play_script(task, expert_turns(task), reward_token, tokenizer).ids)
                for task in tqdm(train, "experts", leave=False)]
     fitting = sum(n <= s.max_tokens for n in lengths)
     rows = fitting * 2 if s.init == "rctp" else fitting
@@ -1379,7 +1382,8 @@ def held(s, model) -> dict[str, int]:
         parts |= {"on each GPU: the model that rolls out, bf16": 2 * whole,
                   "on each GPU: pi_ref, bf16": 2 * share if s.beta else 0,
                   "on each GPU: the sampler's cache, at most": tokens * token}
-    return {**parts, "on the disk: two checkpoints and two models": 2 * 12 * whole + 2 * 2 * whole}
+    named = sum(x.numel() for x in model.state_dict().values())  # tied weights have two names
+    return {**parts, "on the disk: two checkpoints and two models": 2 * (4 * named + 8 * whole) + 2 * 2 * whole}
 
 
 # ===== 17. A tiny run, and the command line =================================================================
