@@ -111,8 +111,7 @@ def rows_by_group(groups):
 def label_by_reward(trajectory, tokenizer, threshold=1.0):
     """Eq. 1 for a finished rollout (with this tokenizer's ids): HIGH if R >= threshold, else LOW.
 
-    Returns a new trajectory: the same actions and observations, id by id, behind the prompt that was played,
-    which now carries the token.
+    Returns a new one: the same actions and observations, behind the prompt that was played, with the token.
     """
     if 1 not in trajectory.mask or trajectory.opening is None:
         raise ValueError("to be labelled, a trajectory needs an action and its .opening, the messages played")
@@ -382,8 +381,8 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
     tasks ... limits: as in `collect_groups`, of this process; the metrics are of all.
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
     """
-    check_update(model, ref_model, optimizer, G, beta, **update_settings)  # before rollouts are paid for
-    temperature, started = temperature_of(policy), time.perf_counter()
+    temperature, started = getattr(policy, "temperature", 1.0), time.perf_counter()
+    check_update(model, ref_model, optimizer, G, temperature, beta=beta, **update_settings)  # before it costs
     rollouts = collect_groups(tasks, make_env, policy, tokenizer, G, p, stratified, generator, limits)
     sampled = time.perf_counter()
     everyone, dealt = deal_groups(rollouts)  # of all processes; those that this one learns from
@@ -401,8 +400,9 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass: as in `rctp_step`.
     """
     trajectories = list(trajectories)
-    check_update(model, ref_model, optimizer, largest_group(trajectories), beta, clip, ratio, updates,
-                 tokens_per_pass, max_grad_norm)
+    G = max(from_all(map(len, rows_by_group([t.group for t in trajectories]).values())), default=0)
+    check_update(model, ref_model, optimizer, G, temperature, clip, beta, ratio, updates, tokens_per_pass,
+                 max_grad_norm)
     check_trajectories(model, trajectories)
     advantages = group_advantages([t.reward for t in trajectories], [t.group for t in trajectories])  # (N,)
     n_tokens, n_trajectories = total(count_action_tokens(trajectories)), total(len(trajectories))
@@ -495,8 +495,8 @@ def group_metrics(trajectories, p=None):
 #   attention    causal           prefix + itself  prefix + itself
 #
 # so that a prompt is read once, up to the reward token where rollouts part, and every token sees what it
-# would have seen alone. Models of other types are computed row by row. `pytest -k listed` compares a small
-# model of each listed type with its plain pass: to have another type packed, add its name and run that.
+# would have seen alone. Models of other types are computed row by row. `pytest -k listed_type` compares a
+# small model of each listed type with its plain pass: to have another packed, add its name and run that.
 
 import inspect
 import os
@@ -513,10 +513,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-PACKED = set("""
-    apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2
-    gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 starcoder2""".split())
+PACKED = set("""apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4
+    glm4_moe gpt2 gpt_neox granite helium llama mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 starcoder2""".split())
 KERNELS = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
@@ -539,13 +538,9 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
         else:
             logits = [plain_logits(model, t.ids, before_actions(t)) for t in rows]
             head, states = torch.nn.Identity(), torch.cat(logits)  # (M, V)
-
-    def read(states, targets):
-        return read_logits(head(states), targets, temperature, entropy)
-
     targets = torch.tensor([token for t in rows for token in t.action_ids], device=states.device).long()
-    chunks = zip(states.split(rows_per_chunk), targets.split(rows_per_chunk))
-    parts = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]  # kept: states, no logits
+    read = partial(checkpoint, read_chunk, head, temperature, entropy, use_reentrant=False)
+    parts = map(read, states.split(rows_per_chunk), targets.split(rows_per_chunk))
     mask = action_mask(trajectories, states.device)  # (N, T)
     zeros = torch.zeros(mask.shape, device=states.device)
     logp, h = (zeros.masked_scatter(mask, torch.cat(part)) for part in zip(*parts))
@@ -572,9 +567,9 @@ def before_actions(trajectory):
     return [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled]
 
 
-def read_logits(logits, targets, temperature, entropy):
-    """log pi and entropy (M,) of targets (M,) under softmax(logits (M, V) / temperature), in fp32."""
-    logits = logits.float() / temperature
+def read_chunk(head, temperature, entropy, states, targets):
+    """log pi and entropy (M,) of targets (M,) under softmax(head(states) (M, V) / temperature), in fp32."""
+    logits = head(states).float() / temperature  # not kept, but made again in the backward pass
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
     if not entropy:
@@ -606,7 +601,8 @@ def packed_states(model, trajectories):
         states = model(
             ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=places,
             attention_mask=torch.ones(1, 1, 1, 1, device=model.device),  # 4-d: the library builds none
-            layout=partial(group_attention, layout, attended)).logits[0]  # goes through to the attention
+            layout=partial(group_attention, layout, attended),  # a function: FSDP2 copies lists
+            output_router_logits=False).logits[0]
     if len(attended) != layers:
         raise RuntimeError(f"{len(attended)} of {layers} layers attend as this type of model does: was their "
                            "attention replaced? Load the model with attn_implementation='eager'")
@@ -614,11 +610,9 @@ def packed_states(model, trajectories):
 
 
 def pack(trajectories):
-    """Lay trajectories out as drawn above, in segments: a prefix or a continuation each.
-
-    Returns ids and positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,): where
-    each action token is predicted, in the rows' order.
-    """
+    """Lay trajectories out as drawn above, in segments, each a prefix or a continuation. Returns ids and
+    positions (L,); layout: (tokens, number of its prefix) of each segment; places (M,) that predict the
+    action tokens, in the rows' order."""
     ids, positions, layout, places = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
         start, number, prefix = len(ids), len(layout), shared_prefix(trajectories, rows)
@@ -677,20 +671,19 @@ def packs(model, longest_row):
     config = bare(model).config
     tested = config.model_type in PACKED and config._attn_implementation in KERNELS
     capped = any("softcap" in name and value for name, value in vars(config).items())
-    if tested and not capped and longest_row <= (getattr(config, "sliding_window", None) or math.inf):
+    window = getattr(config, "sliding_window", None) or math.inf
+    if tested and not capped and longest_row <= window:
         return True
-    warnings.warn(
-        f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED (appendix A), "
-        f"its attention is none of {KERNELS}, it caps logits, or a row is longer than a window", stacklevel=1)
+    warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
+                  "(add it if `pytest -k listed_type` then passes), or its attention not in KERNELS, or it "
+                  "caps logits, or a row is longer than its window", stacklevel=1)
     return False
 
 
 def context_length(config):
-    """Tokens that a row may have: the model's positions, unless its rope says otherwise.
-
-    "yarn" stretches them. "dynamic" and "longrope" change every position of a batch once its longest row
-    passes a limit: tokens sampled before could not be scored after it. So does Llama-4's temperature.
-    """
+    """Tokens that a row may have: the model's positions. Rope of type "yarn" stretches them. Other types, and
+    the temperature of Llama-4's attention, change a whole batch once its longest row passes a limit: tokens
+    sampled before could not be scored after it."""
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if getattr(config, "attn_temperature_tuning", False):
@@ -698,9 +691,9 @@ def context_length(config):
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *rope.values()]:  # for all layers, or for each type of layer
         trained = isinstance(one, dict) and one.get("original_max_position_embeddings")
-        if trained and one["rope_type"] in ("dynamic", "longrope"):
+        if trained and one.get("rope_type") in ("dynamic", "longrope"):
             context = min(context, trained)
-        elif trained and one["rope_type"] == "yarn":
+        elif trained and one.get("rope_type") == "yarn":
             context = max(context, int(trained * (one.get("factor") or 1)))
     return context
 
@@ -730,8 +723,7 @@ def passes(model, trajectories, tokens_per_pass):
     """The rows of each forward pass (micro-batch): at most tokens_per_pass, a shared prefix counted once.
 
     A group that fits into a pass stays together, another is split. A longer row is a pass of its own, and so
-    is every row of a model that is not packed. All processes make the same number of passes, the last ones
-    empty where there is less to do.
+    is every row of a model that is not packed. All processes make equally many, the last ones perhaps empty.
     """
     packed = packs(model, max(from_all([len(t.ids) for t in trajectories]), default=0))  # the same on all
     cut, used = [], math.inf  # used: tokens in the last pass; inf: begin another
@@ -750,11 +742,9 @@ def passes(model, trajectories, tokens_per_pass):
 
 def reference_logprobs(model, ref_model, trajectories, temperature):
     """`action_logprobs` of the frozen model, without gradient."""
-    adapter_off = nullcontext()
-    if not hasattr(ref_model, "config"):  # a PEFT model's disable_adapter
-        ref_model, adapter_off = model, ref_model()
-    with torch.no_grad(), adapter_off:
-        logp = action_logprobs(ref_model, trajectories, temperature)
+    adapter = not hasattr(ref_model, "config")  # it is a PEFT model's disable_adapter
+    with torch.no_grad(), ref_model() if adapter else nullcontext():
+        logp = action_logprobs(model if adapter else ref_model, trajectories, temperature)
     if hasattr(ref_model, "reshard"):  # sharded: no backward pass will free its gathered weights
         ref_model.reshard()
     return logp
@@ -796,46 +786,43 @@ class CheckedEnv:
         self.env, self.row, self.turn = env, row, 0
 
     def reset(self):
-        return copy.deepcopy(self._ask("reset"))  # kept as the opening: the env may change its own
+        return copy.deepcopy(self._ask("reset", checked_messages))  # kept: the env may change its own
 
     def step(self, text):
         self.turn += 1
-        return self._ask("step", text)
+        return self._ask("step", checked_observation, text)
 
     def reward(self):
-        return self._ask("reward")
+        return self._ask("reward", checked_reward)
 
     def close(self):
-        if hasattr(self.env, "close"):
-            self._ask("close")
+        self._ask("close", lambda answer: None) if hasattr(self.env, "close") else None
 
-    def _ask(self, method, *arguments):
+    def _ask(self, method, checked, *arguments):
         try:
-            answer = getattr(self.env, method)(*arguments)
-            if method == "reward":
-                return checked_reward(answer)
-            if method == "close" or method == "step" and answer is None:
-                return None
-            return checked_messages(answer, only_new=method == "step")
+            return checked(getattr(self.env, method)(*arguments))
         except Exception as error:
             place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
             raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
 
-def checked_messages(answer, only_new):
+def checked_messages(answer):
     for message in answer if isinstance(answer, list) and answer else [None]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
-        if only_new and texts[0] == "assistant":
-            raise TypeError("an env gives only what is new, and does not speak for the assistant")
+    return answer
+
+
+def checked_observation(answer):
+    if answer is not None and "assistant" in [message["role"] for message in checked_messages(answer)]:
+        raise TypeError("an env gives only what is new, and does not speak for the assistant")
     return answer
 
 
 def checked_reward(answer):
     with suppress(Exception):  # a numeric string is no number
-        R = round(float(answer + 0), 9)  # six sixths are 1
-        if 0 <= R <= 1:
+        if 0 <= (R := round(float(answer + 0), 9)) <= 1:  # six sixths are 1
             return abs(R)  # no -0
     raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
@@ -843,9 +830,9 @@ def checked_reward(answer):
 @contextmanager
 def open_envs(envs, policy, max_turns, max_tokens, threads):
     """The envs, checked, and a map over them. At the end every env is closed, and the policy forgets."""
-    limits = {"max_turns": max_turns, "max_tokens": max_tokens, "threads": threads}
-    if not all(isinstance(limit, int) and limit >= 1 for limit in limits.values()):
-        raise ValueError(f"limits of a rollout are whole numbers from 1 on, got {limits}")
+    if not all(isinstance(limit, int) and limit >= 1 for limit in (max_turns, max_tokens, threads)):
+        raise ValueError("max_turns, max_tokens and threads are whole numbers from 1 on, not "
+                         f"{max_turns}, {max_tokens}, {threads}")
     with ExitStack() as closing:
         closing.push(partial(forget, policy))
         opened = []
@@ -857,26 +844,23 @@ def open_envs(envs, policy, max_turns, max_tokens, threads):
             raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
         if len({id(checked.env) for checked in opened}) < len(opened):
             raise ValueError("one env object is given for several rollouts: make a fresh env for each")
-        if threads > 1:
-            yield opened, closing.enter_context(ThreadPoolExecutor(threads)).map
-        else:
-            yield opened, map
+        pool = closing.enter_context(ThreadPoolExecutor(threads)) if threads > 1 else None
+        yield opened, pool.map if pool else map
 
 
 def forget(policy, error, *_):
     """Call policy.close(), if there is one. An error that is on its way goes before one of close()."""
-    if hasattr(policy, "close"):
-        with suppress(Exception) if error else nullcontext():
-            policy.close()
+    with suppress(Exception) if error else nullcontext():
+        getattr(policy, "close", lambda: None)()
 
 
-def one_per_env(envs, reward_tokens, groups):
+def one_per_env(envs, *given):
     """Reward tokens and group ids as lists, one for each env."""
-    reward_tokens, groups = list(reward_tokens), [None] * len(envs) if groups is None else list(groups)
-    if not envs or not len(envs) == len(reward_tokens) == len(groups):
-        raise ValueError(f"need as many reward tokens and groups as envs, at least one: {len(envs)} envs, "
-                         f"{len(reward_tokens)} reward tokens, {len(groups)} groups")
-    return reward_tokens, groups
+    given = [[None] * len(envs) if values is None else list(values) for values in given]
+    if not envs or {len(values) for values in given} != {len(envs)}:
+        raise ValueError("need as many reward tokens and groups as envs, at least one: "
+                         f"{len(envs)} envs, {' and '.join(str(len(values)) for values in given)}")
+    return given
 
 
 def ask_policy(policy, prompts, turn):
@@ -928,8 +912,7 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
     prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
-    Returns N lists of ids. No top-k, no penalties, nothing that a generation config could slip in: the
-    log-probs of appendix A are those of the distribution sampled here.
+    Returns N lists of ids. There is no top-k, no penalty, nothing of a generation config.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -950,9 +933,8 @@ def model_policy(model, tokenizer, temperature=1.0, max_new_tokens=512, generato
 
 
 # With states, convolutions, sinks, chunks: rows can share the library's own cache, but not go on from it.
-BATCHED = set("""
-    bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe qwen3_5_moe_text
-    qwen3_5_text qwen3_next""".split())
+BATCHED = set("""bamba gemma2 gpt_oss granitemoehybrid lfm2 lfm2_moe llama4_text olmo_hybrid phimoe
+    qwen3_5_moe_text qwen3_5_text qwen3_next""".split())
 
 
 class ModelPolicy:
@@ -971,10 +953,13 @@ class ModelPolicy:
         self.max_tokens = context_length(config)  # `rollout` ends what is longer
         self.window = getattr(config, "sliding_window", None) or math.inf
         self.keeps, self.batches = config.model_type in PACKED, config.model_type in PACKED | BATCHED
+        if not self.batches:
+            packs(model, 0)  # warns that it is slow
         self.close()
 
     def close(self):
         """Forget what was read, and free its memory. The next call reads anew."""
+        self.weights = None
         self._begin([])
 
     @torch.no_grad()
@@ -986,14 +971,15 @@ class ModelPolicy:
             raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
         check_rows(self.model, prompts)
         self.model.eval()
-        together = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
-        parts = range(0, len(prompts), max(1, together))
-        return [action for n in parts for action in self._sample(prompts[n : n + max(1, together)])]
+        fit = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
+        parts = [prompts[n : n + max(1, fit)] for n in range(0, len(prompts), max(1, fit))]
+        return [action for part in parts for action in self._sample(part)]
 
     def _sample(self, prompts):
-        rows = self._recall(prompts) or self._begin(prompts)
-        weights, self.weights = self.weights, None  # what fails in between is not gone on with
-        self._select(rows)
+        weights = weights_version(self.model)
+        rows = self._recall(prompts) if self.weights == weights else None
+        self.weights = None  # if anything fails before the end, it is not gone on with
+        self._select(self._begin(prompts) if rows is None else rows)
         new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
@@ -1022,15 +1008,13 @@ class ModelPolicy:
         self.read = [[] for _ in different]
         self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
         self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
-        self.weights = weights_version(self.model)
         if self.keeps and len(different) < len(prompts):
             self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
         return [different.index(tuple(prompt)) for prompt in prompts]
 
     def _recall(self, prompts):
         """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        longest = max(map(len, prompts)) + self.max_new_tokens
-        if not self.keeps or longest > self.window or self.weights != weights_version(self.model):
+        if not self.keeps or max(map(len, prompts)) + self.max_new_tokens > self.window:
             return None  # (a window counts slots, and a cache that is gone on with has gaps)
         rows = []
         for prompt in prompts:
@@ -1063,13 +1047,13 @@ class ModelPolicy:
         real = torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in new], device=device)
         self.real = torch.cat([self.real, real], 1)
         positions = (self.real.cumsum(1) - 1).clamp_min(0)[:, past:]
-        step = max(1, self.READ_AT_ONCE // len(new)) if self.keeps else width
+        step = max(1, self.READ_AT_ONCE // len(new))
         for start in range(0, width, step):
             end = min(width, start + step)
             logits = self.model(
                 block[:, start:end], attention_mask=self.real[:, : past + end].long(),
                 position_ids=positions[:, start:end], cache=self.cache, use_cache=True, logits_to_keep=1,
-            ).logits
+                output_router_logits=False).logits
         return logits[:, -1].float()
 
 
@@ -1082,21 +1066,21 @@ def weights_version(model):
 
 
 # ===== C. Chat templates ====================================================================================
-# Promise: a conversation that is appended piece by piece has the ids that template and tokenizer give it as a
-# whole; control tokens come from the frame, never from what a user or a tool says; all else is refused.
+# Promise: a conversation appended piece by piece has the ids of the whole, rendered once; control tokens come
+# from the frame, never from what a user or a tool says; all else is refused.
 
 import json
 
-from tokenizers import Tokenizer
 from transformers.utils import get_json_schema
+
+JOINT = "\u2060"  # the word joiner, invisible: a control token with a joint in it is ordinary text
+SAID = "\ue000"  # stands for what the assistant says in a dummy chat
+DUMMY = [{"role": "user", "content": "u"}, {"role": "assistant", "content": SAID}]
 
 
 def chat_format(tokenizer, **template):
-    """The tokenizer's ChatFormat, built once (and again when its tokens, template or end token have changed).
-
-    template: keywords of the chat template, e.g. enable_thinking=False. What this returns can stand wherever
-    this file takes a tokenizer. ValueError, in one line, for templates that cannot be built upon.
-    """
+    """The tokenizer's ChatFormat, which can stand wherever this file takes a tokenizer. Built once, and again
+    when tokens, template or end token have changed. template: its keywords, e.g. enable_thinking=False."""
     if isinstance(tokenizer, ChatFormat):  # its tokenizer may have changed since
         tokenizer, template = tokenizer.tokenizer, {**tokenizer.template, **template}
     state = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token_id")]
@@ -1110,248 +1094,145 @@ def _chat_format(tokenizer, state, template):
 
 
 class ChatFormat:
-    """A chat template, cut into pieces.
+    """A chat template, cut into pieces. What it renders, the tokenizer itself encodes.
 
-    Control tokens (every added token that is not blank: <|im_end|>, <|high_reward|>, <tool_call>) become ids
-    where the template, a system prompt or inject_reward_token put them. The same characters in what a user or
-    a tool says are ordinary text. (An assistant message of the opening may hold those that are not special, a
-    system prompt all but reward tokens.) A template without tool messages is given user messages instead. If
-    its assistant header opens a thought (<think>), a script closes it, as the template closes an empty one.
+    Control tokens are the special ones and added tags like <tool_call> or [INST]. Template, system prompt and
+    inject_reward_token write them; in what a user or a tool says they get a joint. A template without tool
+    messages is given user messages instead. If its header opens a thought (<think>), a script closes it.
     """
 
-    HIDDEN = "\ue000"  # \ue000<number>\ue000 stands for a control token spelt in somebody's text
-    ANSWER = "\ue001"  # stands for the assistant's text in a dummy chat
-    DUMMY = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}]
-
     def __init__(self, tokenizer, **template):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template: set tokenizer.chat_template")
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("a fast tokenizer is needed: load it with AutoTokenizer.from_pretrained")
+        if not (getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False)):
+            raise ValueError("no chat template: set chat_template of a fast tokenizer (see AutoTokenizer)")
         self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip(" \t\n\r▁")}
-        self.control = {t.content: i for i, t in added.items()}
-        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
-        self.frame_pattern = any_of(self.control)
-        stand_ins = [self.HIDDEN, self.ANSWER]
-        special = [t.content for t in added.values() if t.special]
-        self.hide_all = any_of([*self.control, *stand_ins])
-        self.hide_less = {"system": any_of([HIGH, LOW, *stand_ins]),
-                          "assistant": any_of([*special, *stand_ins])}
-        self.plain = without_control_tokens(tokenizer, self.control)
-        self.roles = {"user", "assistant", "tool"}  # that are known to reach the ids
+        self.unknown = tokenizer.unk_token_id
+        added = [(i, t) for i, t in tokenizer.added_tokens_decoder.items() if i != self.unknown]
+        self.special = {i: t.content for i, t in added if t.special}
+        self.control = self.special | {i: t.content for i, t in added if t.content.startswith(("<", "["))}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the words of our examples may be unknown to a small vocabulary
-            problem = self._problem()
-            self.tools_as_user = bool(problem)
-            if problem and (still := self._problem()):
-                raise ValueError(f"this chat template cannot be used: {problem}"
-                                 + f"; with tool results as user messages: {still}" * (still != problem))
-        if problem:
-            warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
-        self.prompt, self.suffix = remembered(self.prompt), remembered(self.suffix)
+            warnings.filterwarnings("ignore", "the vocabulary lacks")  # words of our own examples
+            try:
+                self._try_out()
+            except ValueError as problem:
+                self.tools_as_user = True
+                self._try_out()
+                warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
+        self._encode = lru_cache(256)(self._encode)  # groups have few prompts, envs repeat themselves
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
-        if reward_token is not None and reward_token not in self.control:
+        if reward_token and reward_token not in self.control.values():
             raise ValueError(f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
-        messages, hidden = self._hide_control_tokens(messages)
-        if reward_token is not None:
-            messages = inject_reward_token(messages, reward_token)
-        return self._encode(self._render(messages, generate=True), hidden)
+        return list(self._encode(json.dumps(messages), True, reward_token))
 
     def suffix(self, messages, after=None):
-        """Ids that follow an action: `messages` in their frame, and the next header. Where the action ended
-        `after` another stop token than the template's end of turn, this one comes first."""
-        messages, hidden = self._hide_control_tokens(messages)
-        ids = self._encode(self._after_answer(messages), hidden)
-        return ids[1:] if after in (None, self.end_of_turn) else ids
+        """Ids that follow an action whose last id is `after`: `messages` in their frame, the next header."""
+        ids = self._encode(json.dumps(messages))  # the turn's end comes first: most actions bring it along
+        return ids[1:] if after in (None, ids[0]) else list(ids)
 
     def action(self, text):
         """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
-        said = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)[0]
-        return [*self._encode(self.close_thought), *self._known(said, text), self.end_of_turn]
+        said = self._ids(text.encode("utf-8", "replace").decode(), split_special_tokens=True)
+        if self.unsaid.keys() & set(said):
+            raise ValueError(f"a script cannot say {text!r}: this tokenizer reads control tokens in it")
+        return [*self._ids(self.close_thought), *said, self.end_of_turn]
 
     def text(self, action_ids):
         """What an env is given to read: the sampled text, with its header's <think>, without end token."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_ids else action_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if not self.close_thought:
-            return text
-        return text[len(self.close_thought) :] if text.startswith(self.close_thought) else "<think>" + text
+        closed = text.startswith(self.close_thought)  # also where there is none to close
+        return text.removeprefix(self.close_thought) if closed else "<think>" + text
 
     def _read_frame(self):
-        """Find the assistant's header and end tokens in dummy chats."""
-        opening, after = self.DUMMY[:1], [{"role": "user", "content": "v"}]
-        header = self._render(opening, generate=True)
-        before, _, ended = self._render(self.DUMMY + after, generate=False).partition(self.ANSWER)
-        if header == self._render(opening, generate=False) and header != before:
-            raise ValueError("it has no generation prompt")
-        before_last, _, ended_last = self._render(self.DUMMY, generate=False).partition(self.ANSWER)
-        end, last_end = (self._encode(end)[:1] for end in (ended, ended_last))
-        added = set(self.control.values())
-        if not added & set(end):
-            raise ValueError(f"it must close an assistant turn with an added token, not with {ended[:20]!r}")
-        (self.end_of_turn,) = end
-        self.stop_ids = (added & {*end, *last_end} | {self.tokenizer.eos_token_id}) - {None}
-        self.close_thought = ""
-        if header.rstrip().endswith("<think>"):
-            native = before_last[len(header) :].lstrip() if before_last.startswith(header) else ""
-            self.close_thought = native or "</think>\n\n"
+        """Find the assistant's end tokens, and what closes a thought, in dummy chats."""
+        header, ended = self._render(DUMMY[:1]), self._after_answer([{"role": "user", "content": "v"}])
+        before, _, ended_last = self._render(DUMMY, generate=False).partition(SAID)
+        self.end_of_turn, last_end = ([*self._ids(text), None][0] for text in (ended, ended_last))
+        if self.end_of_turn not in self.control:
+            raise ValueError(f"a chat template must end a turn with an added token, not with {ended[:20]!r}")
+        ends = self.control.keys() & {self.end_of_turn, last_end}
+        self.stop_ids = (ends | {self.tokenizer.eos_token_id}) - {None}
+        self.unsaid = self.special | {i: self.control[i] for i in ends}
+        closing = before.partition(header)[2].lstrip() or "</think>\n\n"
+        self.close_thought = closing if header.rstrip().endswith("<think>") else ""
 
-    def _problem(self):
-        """What is wrong with a conversation of all kinds of messages, appended and as a whole; or None."""
+    def _try_out(self):
+        """ValueError unless a conversation of all kinds of messages has one set of ids, whole or appended."""
+        self._read_frame()
         roles = ("user", "assistant", "tool", "tool", "assistant", "user")
-        texts = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-        first, results, more = messages[:1], messages[2:4], messages[5:]
-        try:
-            self._read_frame()
-            whole, opening = self._render(messages, generate=True), self._render(first, generate=True)
-            appended = opening + self.close_thought + "beta" + self._after_answer(results)
-            appended += self.close_thought + "epsilon" + self._after_answer(more)
-        except ValueError as error:
-            return str(error)
-        if lost := [role for role, text in zip(roles, texts) if text not in whole]:
-            return f"it drops messages of role {lost[0]}"
-        # templates drop the thoughts of earlier turns, ours stay: empty ones make no difference
-        a, b = (re.sub(r"<think>\s*</think>\s*", "", text) for text in (appended, whole))
-        if a != b:
-            at = max(0, len(os.path.commonprefix([a, b])) - 20)
-            return (f"it renders a conversation otherwise than its parts: {a[at : at + 40]!r} appended, "
-                    f"{b[at : at + 40]!r} as a whole")
-        ids = self.prompt(first) + self.action("beta") + self.suffix(results)
-        pairs = [(ids + self.action("epsilon") + self.suffix(more), appended)]
-        if HIGH in self.control:
-            conditioned = self._render(inject_reward_token(first, HIGH), generate=True)
-            pairs.append((self.prompt(first, HIGH), conditioned))
-        for ours, text in pairs:
-            if ours != self.tokenizer(text, add_special_tokens=False).input_ids:
-                return "it is encoded differently as a whole and in parts; its frame must be of added tokens"
+        messages = [{"role": role, "content": f"say {n}"} for n, role in enumerate(roles)]
+        reward_token = HIGH if HIGH in self.control.values() else None
+        whole, appended = (self._render(part, reward_token) for part in (messages, messages[:1]))
+        ids = self.prompt(messages[:1], reward_token)
+        for said, answer in (("say 1", messages[2:4]), ("say 4", messages[5:])):
+            appended += self.close_thought + said + self._after_answer(answer)
+            ids += self.action(said) + self.suffix(answer)
+        thought = r"<think>\s*</think>\s*"  # templates drop it from earlier turns, ours stays
+        same = re.sub(thought, "", appended) == re.sub(thought, "", whole)
+        native = self.tokenizer(appended if same else whole, add_special_tokens=False).input_ids
+        if ids != native:
+            there = self.tokenizer.decode(native[len(os.path.commonprefix([ids, native])) :][:9])
+            raise ValueError(f"this chat template has other ids as a whole than in parts, from {there!r} on")
+        self.suffix([{"role": "tool", "content": "".join(self.control.values())}])  # they can be kept apart
 
-    def _render(self, messages, generate):
-        if self.tools_as_user:
-            messages = tools_to_user(messages)
+    def _render(self, messages, reward_token=None, generate=True):
+        messages = inject_reward_token(messages, reward_token) if reward_token else messages
+        messages = tools_to_user(messages) if self.tools_as_user else messages
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generate, **self.template)
         except Exception as error:  # jinja's own errors, and whatever a template calls
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"it fails on messages of {roles}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"this chat template fails on messages of {roles}: {error!r}") from error
 
     def _after_answer(self, messages):
-        return self._render(self.DUMMY + messages, generate=True).partition(self.ANSWER)[2]
+        return self._render(DUMMY + messages).partition(SAID)[2]
 
-    def _hide_control_tokens(self, messages):
-        """Replace what must not become a control token by a stand-in that survives any template."""
-        out, hidden = [], []
-        for role in {message["role"] for message in messages} - self.roles:
-            example = [{"role": role, "content": "alpha"}, *self.DUMMY[:1]]
-            if "alpha" not in self._render(example, generate=True):
-                raise ValueError(f"this chat template drops messages of role {role}")
-            self.roles.add(role)
-
-        def hide(match):
-            hidden.append(match[0])
-            return f"{self.HIDDEN}{len(hidden) - 1}{self.HIDDEN}"
-
-        def hide_in(value, pattern):
-            if isinstance(value, str):
-                value = value.encode("utf-8", "replace").decode()  # lone surrogates have no ids
-                return pattern.sub(hide, value)
-            if isinstance(value, dict):
-                return {hide_in(key, pattern): hide_in(inner, pattern) for key, inner in value.items()}
-            return [hide_in(inner, pattern) for inner in value] if isinstance(value, list) else value
-
-        for message in messages:
-            if not isinstance(message["content"], str):
-                raise TypeError(f"the content of a message must be a string, got {message['content']!r}")
-            pattern = self.hide_less.get(message["role"], self.hide_all)
-            out.append({**hide_in(message, pattern), "role": message["role"]})
-        return out, hidden
-
-    def _encode(self, rendered, hidden=()):
-        ids, end, strip = [], 0, False
-        for match in [*self.frame_pattern.finditer(rendered), None]:
-            text = rendered[end : match.start() if match else len(rendered)]
-            text = text.lstrip() if strip else text
-            text = text.rstrip() if match and self.strips[match[0]][0] else text
-            ids += self._ordinary(text, hidden)
-            if match:
-                ids.append(self.control[match[0]])
-                end, strip = match.end(), self.strips[match[0]][1]
+    def _encode(self, messages, opening=False, reward_token=None):
+        """Ids of messages (JSON) in their frame. ValueError if their text adds a control token to it."""
+        free = {"system": [HIGH, LOW], "assistant": self.unsaid.values()} if opening else {}  # to hold others
+        said = [apart(m, free.get(m["role"], self.control.values())) for m in json.loads(messages)]
+        if odd := [m["content"] for m in said if not isinstance(m["content"], str)]:
+            raise TypeError(f"the content of a message must be a string, got {odd[0]!r}")
+        marks = [f"aB{n}Ba" if m["content"].strip() else "" for n, m in enumerate(said)]
+        other = [{**m, "content": m["content"] * (m["role"] in free) + mark} for m, mark in zip(said, marks)]
+        render = partial(self._render, reward_token=reward_token) if opening else self._after_answer
+        frame = render(other)
+        if lost := [m["role"] for m, mark in zip(said, marks) if mark not in frame]:
+            raise ValueError(f"this chat template drops messages of role {lost[0]}")
+        ids, frame_ids = self._ids(render(said)), self.tokenizer(frame, add_special_tokens=False).input_ids
+        found, expected = ([self.control[i] for i in part if i in self.control] for part in (ids, frame_ids))
+        if found != expected or found.count(HIGH) + found.count(LOW) != bool(reward_token):
+            raise ValueError(f"change these messages: they hold the control tokens {found}, not {expected}")
         return ids
 
-    def _ordinary(self, text, hidden):
-        text = re.sub(f"{self.HIDDEN}(\\d+){self.HIDDEN}", lambda match: hidden[int(match[1])], text)
-        return self._known(self.plain.encode(text, add_special_tokens=False), text) if text else []
-
-    def _known(self, encoding, text):
-        """Its ids. A warning names the words that the vocabulary lacks."""
-        unknown = [text[slice(*span)] for token, span in zip(encoding.ids, encoding.offsets)
-                   if token == self.tokenizer.unk_token_id]
-        if unknown:
-            warnings.warn(f"the vocabulary lacks {unknown}: read as {self.tokenizer.unk_token}", stacklevel=2)
-        return encoding.ids
+    def _ids(self, text, **how):
+        """Its ids, by the tokenizer itself. A warning names the words that the vocabulary lacks."""
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False, **how)[0]
+        if lacks := [text[slice(*at)] for i, at in zip(found.ids, found.offsets) if i == self.unknown]:
+            warnings.warn(f"the vocabulary lacks {lacks}: read as {self.tokenizer.unk_token}", stacklevel=2)
+        return found.ids
 
 
-def remembered(encode, most=256):
-    """The same, but what was encoded before is looked up: groups have few prompts, envs repeat themselves."""
-    seen = {}
-
-    def look_up(*arguments, **named):
-        key = repr((arguments, named))
-        if (ids := seen.get(key)) is None:
-            if len(seen) == most:
-                seen.clear()
-            ids = seen[key] = encode(*arguments, **named)
-        return list(ids)
-
-    return look_up
-
-
-def any_of(texts):
-    """A pattern that matches these texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+def apart(message, tokens):
+    """The same message, with a joint after the first character of each of these tokens that it spells."""
+    text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace").decode()  # no lone surrogates
+    for token in [token for token in tokens if token in text]:
+        for _ in token:  # as often as it may overlap itself
+            text = text.replace(token, token[0] + JOINT + token[1:])
+    return json.loads(text)
 
 
 def tools_to_user(messages):
     """The same with tool results as user messages; consecutive user messages are merged."""
     merged = []
     for message in messages:
-        role = "user" if message["role"] == "tool" else message["role"]
-        if merged and role == merged[-1]["role"] == "user":
-            merged[-1] = {**merged[-1], "content": merged[-1]["content"] + "\n\n" + message["content"]}
-        else:
-            merged.append({**message, "role": role})
+        message = {**message, "role": "user"} if message["role"] == "tool" else message
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            message = {**message, "content": merged.pop()["content"] + "\n\n" + message["content"]}
+        merged.append(message)
     return merged
-
-
-def without_control_tokens(tokenizer, control):
-    """The same tokenizer, control tokens renamed so that nobody can spell them: all text is ordinary."""
-    whole = tokenizer.backend_tokenizer
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if added == set(control) and all(whole.model.token_to_id(content) is None for content in added):
-        plain = Tokenizer(whole.model)  # it does not know them: the short way, for large vocabularies
-        plain.normalizer, plain.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
-        return plain
-    spec = json.loads(whole.to_str())
-    spec.update(post_processor=None, truncation=None, padding=None)
-    model, unknown = spec["model"], spec["model"].get("unk_token")
-    names = {content: os.urandom(16).hex() for content in control if content != unknown}  # ids stay
-    added = [token for token in spec["added_tokens"] if token["content"] != unknown]
-    for token in added:
-        token["content"] = names.get(token["content"], token["content"])
-    spec["added_tokens"] = added
-    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        return Tokenizer.from_str(json.dumps(spec))
-    known = names.keys() & model["vocab"].keys()
-    model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-    if known and "merges" in model:  # a word that was added may also be a merge, and part of others
-        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & known]
-    return Tokenizer.from_str(json.dumps(spec))
 
 
 # ===== D. The step, on one process or many ==================================================================
@@ -1369,25 +1250,17 @@ def from_all(items):
     return [item for one in lists for item in one]
 
 
-def total(x):
-    """The sum of x over all processes."""
+def total(x):  # over all processes
     return sum(from_all([x]))
 
 
 def deal_groups(rollouts):
-    """(the rollouts of all processes, those of the groups that this process learns from). They are dealt by
-    length, so that processes wait little for each other."""
+    """(the rollouts of all processes, those that this one learns from): groups are dealt by their length."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     everyone = from_all(rollouts)
     groups = rows_by_group([t.group for t in everyone]).values()
     longest_first = sorted(groups, key=lambda rows: -sum(len(everyone[row].ids) for row in rows))
     return everyone, [everyone[row] for rows in longest_first[rank::size] for row in rows]
-
-
-def largest_group(trajectories):
-    """Rollouts in the largest group of any process."""
-    groups = rows_by_group([t.group for t in trajectories]).values()
-    return max(from_all([max(map(len, groups), default=0)]))
 
 
 def optimizer_step(model, optimizer, max_grad_norm):
@@ -1404,14 +1277,6 @@ def optimizer_step(model, optimizer, max_grad_norm):
     model.zero_grad()
     torch.clear_autocast_cache()  # autocast around the whole loop would go on with the old weights, cast
     return {"grad_norm": norm if finite else None, "skipped": int(not finite)}
-
-
-def temperature_of(policy):
-    """What the policy samples at, and is scored at. ValueError if it cannot be scored at that."""
-    temperature = getattr(policy, "temperature", 1.0)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
-    return temperature
 
 
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
@@ -1445,10 +1310,12 @@ def check_trajectories(model, trajectories, all_act=False):
                          "add_reward_tokens(tokenizer, model)")
 
 
-def check_update(model, ref_model, optimizer, G, beta=0.1, clip=0.2, ratio="token", updates=1,
+def check_update(model, ref_model, optimizer, G, temperature, clip=0.2, beta=0.1, ratio="token", updates=1,
                  tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for settings of `rcgrpo_update` that cannot work. G: rollouts in the largest group."""
     check_step(model, optimizer, tokens_per_pass, max_grad_norm)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
     if G < 2:
         raise ValueError("no group has two rollouts to compare: G must be at least 2, and the rollouts of a "
                          "task share a group id")

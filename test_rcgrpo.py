@@ -6,9 +6,11 @@ part; `python test_rcgrpo.py` prints the benchmark of scoring and rollouts."""
 
 import ast
 import copy
+import decimal
 import doctest
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -20,17 +22,19 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
+import unicodedata
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -42,6 +46,7 @@ from types import SimpleNamespace
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -84,6 +89,7 @@ import toy_env
 import train_bfcl as bfcl
 from rcgrpo import (
     HIGH,
+    JOINT,
     LOW,
     ModelPolicy,
     Trajectory,
@@ -108,7 +114,7 @@ from rcgrpo import (
     sample_reward_tokens,
     scripted_policy,
 )
-from train_bfcl import BFCLEnv, DTensor, expert_turns, parse_tool_calls
+from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_tool_calls
 
 gc.freeze()  # what the libraries made at import need not be looked through each time
 torch.set_num_threads(1)  # the models are tiny
@@ -1074,8 +1080,9 @@ OF_TYPE = {
     "cohere": dict(logit_scale=0.1), "llama": dict(rope_parameters=YARN, max_position_embeddings=64),
     "phi3": dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=262144),
     "seed_oss": dict(attention_dropout=0.3, residual_dropout=0.3), "phi": dict(resid_pdrop=0.3),
-    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "mixtral": dict(router_jitter_noise=0.3),
-    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5), "phimoe": dict(router_jitter_noise=0.3),
+    "gpt2": dict(resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3), "phimoe": dict(router_jitter_noise=0.3),
+    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5),
+    "mixtral": dict(router_jitter_noise=0.3, output_router_logits=True),
 }
 # Row by row: biases of place, states, convolutions, masks that go by keyword, what a setting adds to a type.
 OTHERS = [
@@ -1142,6 +1149,9 @@ def test_importing_the_file_changes_nothing_in_the_process():
     spec.loader.exec_module(sys.modules.setdefault("once_more", importlib.util.module_from_spec(spec)))
     del sys.modules["once_more"]
     assert state() == before
+    for _ in range(2):  # the first pass does, once
+        action_logprobs(tiny_model(50), rl_batch())
+    assert AttentionInterface()["sdpa"].args[0].__name__ == "sdpa_attention_forward"
 
 
 @pytest.mark.parametrize("kind", sorted(rcgrpo.PACKED | rcgrpo.BATCHED))
@@ -1199,35 +1209,44 @@ def groups_of_every_kind():
     return {**kinds, "mixed": [t for several in itertools.zip_longest(*kinds.values()) for t in several if t]}
 
 
-def test_one_pass_over_groups_equals_one_pass_a_row():
+def logits_made(model):
+    """How many rows of logits the model's head makes from now on: a list, filled as it makes them."""
+    def note(head, args, out):
+        if out.shape[-1] == model.config.vocab_size:
+            made.append(out.shape[-2])
+
+    made = []
+    model.get_output_embeddings().register_forward_hook(note)
+    return made
+
+
+def test_one_pass_over_groups_equals_one_pass_a_row_and_makes_logits_chunk_by_chunk():
     trajectories, model = groups_of_every_kind()["mixed"], tiny_model(50)
     logp, expected_entropy = plain_scores(model, trajectories, temperature=0.8)
-    expected, fed = with_gradients(model, logp), feeds(model)
+    expected, fed, made = with_gradients(model, logp), feeds(model), logits_made(model)
     logp, entropy = action_logprobs(model.train(), trajectories, 0.8, entropy=True, rows_per_chunk=5)
+    actions = sum(sum(t.mask) for t in trajectories)
+    assert len(fed) == 1 and sum(made) == actions and max(made) == 5  # where actions are predicted
     assert_same(with_gradients(model, logp), expected)
     assert torch.allclose(entropy, expected_entropy, atol=1e-4) and not entropy.requires_grad
-    assert len(fed) == 1
-
-
-def test_a_shared_prefix_is_read_once_and_logits_are_made_chunk_by_chunk_where_actions_are_predicted():
-    trajectories, model, rows = groups_of_every_kind()["conditioned"], tiny_model(50), []
-    fed, head = feeds(model), model.get_output_embeddings()
-    head.register_forward_hook(lambda head, args, out: rows.append(len(out)) if out.shape[-1] == 50 else None)
-    logp = action_logprobs(model, trajectories, rows_per_chunk=4)
-    actions = sum(sum(t.mask) for t in trajectories)
-    assert fed == [(1, 20 + sum(len(t.ids) - 20 for t in trajectories))]
-    assert sum(rows) == actions and max(rows) == 4
-    logp.sum().backward()  # nothing was kept: each chunk is made again
-    assert sum(rows) == 2 * actions and max(rows) == 4
+    assert sum(made) == 2 * actions and max(made) == 5  # none was kept
+    group = groups_of_every_kind()["conditioned"]
+    action_logprobs(model, group)
+    assert fed[1] == (1, 20 + sum(len(t.ids) - 20 for t in group))  # what they share is read once
+    row_by_row = tiny("gpt_oss", **OF_TYPE["gpt_oss"])
+    made = logits_made(row_by_row)
+    with pytest.warns(UserWarning, match="rows are computed one by one"):
+        action_logprobs(row_by_row, group)
+    assert made == [sum(t.mask) for t in group]  # no others there either
 
 
 def test_the_entropy_is_finite_where_tokens_are_impossible():
-    logits, two = torch.tensor([[1.0, -math.inf, 1.0]]), torch.tensor([2])
-    logp, entropy = rcgrpo.read_logits(logits, two, 1.0, entropy=True)
+    head, two = torch.nn.Identity(), torch.tensor([2])
+    logp, entropy = rcgrpo.read_chunk(head, 1.0, True, torch.tensor([[1.0, -math.inf, 1.0]]), two)
     assert logp.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
     coarse = torch.tensor([[1.5, 20.0, 19.0]]).bfloat16()  # is divided by the temperature in fp32
-    logp, _ = rcgrpo.read_logits(coarse, two, 0.7, entropy=False)
-    assert torch.equal(logp, rcgrpo.read_logits(coarse.float(), two, 0.7, entropy=False)[0])
+    logp, _ = rcgrpo.read_chunk(head, 0.7, False, coarse, two)
+    assert torch.equal(logp, rcgrpo.read_chunk(head, 0.7, False, coarse.float(), two)[0])
 
 
 @pytest.mark.parametrize("kind, settings, length", [
@@ -1238,6 +1257,7 @@ def test_the_entropy_is_finite_where_tokens_are_impossible():
         **YARN, "original_max_position_embeddings": 2**15}), 2**17),
     ("llama", dict(max_position_embeddings=64, rope_parameters=YARN), 64),
     ("llama", dict(max_position_embeddings=64, rope_parameters=DYNAMIC), 16),
+    ("phi3", {**SMALL, **OF_TYPE["phi3"]}, 64),
     ("llama4_text", dict(floor_scale=100), 99),  # then its temperature changes, with the place in the batch
 ])
 def test_the_context_is_that_of_the_positions_and_of_the_rope(kind, settings, length):
@@ -1273,6 +1293,7 @@ def test_scoring_has_no_noise_and_gradient_checkpointing_recomputes_the_layers(k
     assert len(offloads) == (4 if "offload" in asked else 0)
     assert not any("forward" in vars(module) for module in model.modules())  # all is as it was
     assert rcgrpo_update(model.train(), reference.train(), sgd(model), rl_batch(), beta=1.0)["kl"] < 1e-9
+    assert all(p.grad is None for p in reference.parameters())
 
 
 def test_fp32_weights_work_under_bf16_autocast_and_checkpointing():
@@ -1347,7 +1368,7 @@ def test_all_processes_make_as_many_passes_and_a_model_that_is_not_packed_one_a_
     monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 2])  # another process's two passes
     assert rcgrpo.passes(model, [], 1) == [[], []] and len(rcgrpo.passes(model, batch, 10**6)) == 2
     monkeypatch.setattr(rcgrpo, "from_all", lambda items: [*items, 41])  # another's row beyond the window
-    with pytest.warns(UserWarning, match="longer than a window"):
+    with pytest.warns(UserWarning, match="longer than its window"):
         parts = rcgrpo.passes(model, batch, 10**6)
     assert sorted(parts[:3]) == [[0], [1], [2]] and parts[3:] == [[]] * 38
 
@@ -1451,13 +1472,16 @@ def test_conversations_are_those_of_reading_everything_again_at_the_same_seed(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss", "bloom"])  # the last is in no list
-def test_types_that_are_not_gone_on_with_draw_as_reading_again_does_at_the_same_seed(kind):
-    model = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {}))
-    ours, plain = (torch.Generator().manual_seed(3) for _ in range(2))
-    policy, again, fed = ModelPolicy(model, STOPS, 0.7, 4, ours), read_again(model, 0.7, 4, plain), feeds(model)
+def test_types_that_keep_nothing_for_the_next_turn_draw_as_reading_again_does_at_the_same_seed(
+        kind, monkeypatch):
+    monkeypatch.setattr(ModelPolicy, "READ_AT_ONCE", 20)
+    model, listed = tiny(kind, vocab_size=50, **OF_TYPE.get(kind, {})), kind in rcgrpo.BATCHED
+    with nullcontext() if listed else pytest.warns(UserWarning, match="rows are computed one by one"):
+        policy = ModelPolicy(model, STOPS, 0.7, 4, torch.Generator().manual_seed(3))
+    again, fed = read_again(model, 0.7, 4, torch.Generator().manual_seed(3)), feeds(model)
     said = converse(policy, PROMPTS[1:6], TURNS[1:6])
-    if kind in rcgrpo.BATCHED:
-        assert fed[:2] == [(5, 7), (5, 1)]  # the prompts, then a token each
+    if listed:
+        assert fed[:3] == [(5, 4), (5, 3), (5, 1)]  # the prompts in pieces, then a token each
         assert said == converse(again, PROMPTS[1:6], TURNS[1:6])
     else:
         assert fed[2:4] == [(1, 7), (1, 8)]  # after a look whether it looks ahead
@@ -1490,17 +1514,10 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     assert shapes == [(3, 3), (3, 1)]
 
 
-def v_proj(model):
-    return model.model.layers[0].self_attn.v_proj.weight
-
-
 @pytest.mark.parametrize("change", [
-    lambda model: torch.nn.init.normal_(model.get_input_embeddings().weight),  # as an optimizer changes it
-    lambda model: [setattr(p, "data", -p.data) for p in model.parameters()],
-    lambda model: model.model.layers[0].self_attn.v_proj.weight.data[0].fill_(1.0),
-    lambda model: torch.Tensor.copy_(v_proj(model).detach(), v_proj(model).detach().flip(0)),
-    lambda model: setattr(v_proj(model), "data", v_proj(model).detach().flip(0)),
-], ids=["in place", "other .data", "a row of .data", "another order", "others in another order"])
+    torch.nn.init.normal_, lambda p: setattr(p, "data", -p.data), lambda p: p.data[0].fill_(1.0),
+    lambda p: p.detach().copy_(p.detach().flip(0)), lambda p: setattr(p, "data", p.detach().flip(0)),
+], ids=["as an optimizer", "other .data", "a row of .data", "another order", "others in another order"])
 def test_nothing_is_stale_after_a_change_of_weights(change):
     model = lively()
     for p in model.parameters():
@@ -1508,7 +1525,7 @@ def test_nothing_is_stale_after_a_change_of_weights(change):
     policy, prompts = ModelPolicy(model, STOPS, 0, 8), PROMPTS[::2]
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
     as_before = read_again(model, 0, 8)(longer)
-    change(model)
+    change(model.model.layers[0].self_attn.v_proj.weight)
     assert policy(longer) == read_again(model, 0, 8)(longer) != as_before
 
 
@@ -1528,12 +1545,13 @@ def test_a_forward_pass_that_failed_leaves_nothing_half_read():
     model, prompts = lively(), PROMPTS[2::2]  # all different
     policy = ModelPolicy(model, STOPS, 0, 5)
     longer = [prompt + action + [9] for prompt, action in zip(prompts, policy(prompts))]
-    hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
-        policy(longer)
-    hook.remove()
-    longer = [prompt + [9] for prompt in longer]
-    assert policy(longer) == read_again(model, 0, 5)(longer)
+    for interrupted in (longer, [prompts[0]] * 2):  # going on, and beginning with what two have in common
+        hook = model.model.layers[1].register_forward_pre_hook(partial(fail, error=KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):  # in a notebook, where one goes on
+            policy(interrupted)
+        hook.remove()
+        longer = [prompt + [9] for prompt in interrupted[-1:]]
+        assert policy(longer) == read_again(model, 0, 5)(longer)
 
 
 def test_an_action_ends_with_a_stop_token_or_at_a_limit():
@@ -1612,8 +1630,7 @@ def byte_level(chat_template, *tokens):
 
 def sentencepiece(chat_template, *tokens, bpe=False, prepend="always"):
     """Blanks are letters, and the control words stand in the vocabulary's list."""
-    letters = [chr(code) for code in range(33, 127)] + ["\n", "▁"]
-    pieces = ["<unk>", HIGH, LOW, *tokens, *letters, "▁t", "he", "▁the", "at"]
+    pieces = ["<unk>", HIGH, LOW, *tokens, *map(chr, range(33, 127)), "\n", "▁", "▁t", "he", "▁the", "at"]
     model = models.Unigram([(piece, -len(piece) ** -1.0) for piece in pieces], unk_id=0)
     if bpe:
         merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t")]
@@ -1621,88 +1638,61 @@ def sentencepiece(chat_template, *tokens, bpe=False, prepend="always"):
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prepend, split=False)
     backend.decoder = decoders.Metaspace("▁", prepend_scheme=prepend)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    return finished(tokenizer, chat_template, tokens)
-
-
-WORDS = "the cat sat on mat other and user assistant tool [ ] Reward Goal : ?"
-
-
-def word_level(chat_template, *tokens, words=WORDS):
-    vocabulary = {word: i for i, word in enumerate(["<unk>", HIGH, LOW, *tokens, *words.split()])}
-    backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    return finished(tokenizer, chat_template, tokens)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    return finished(fast, chat_template, tokens)
 
 
 def im(role, text="{{ m.content }}"):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-SYSTEM = [{"role": "system", "content": "Be brief."}]
+def swallows(token):
+    return AddedToken(token, lstrip=True, rstrip=True, special=True, normalized=False)
+
+
 ANY, TEXT, HEADER = "{{ m.role }}", "{{ m.content }}", "<|im_start|>assistant\n"
-CLOSED, EMPTY, THINK = "<think>\n</think>\n\n", "<think>\n\n</think>\n\n", ("<think>", "</think>")
-ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-             "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}")
 FRAME = template("<|{{ m.role }}|>" + TEXT + "</s>", "<|assistant|>" + TEXT + "</s>", "<|assistant|>")
 FRAME_TOKENS = "</s>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"
 PHI = template("{% if m.role in ['user', 'system'] %}<|{{ m.role }}|>\n" + TEXT + "<|end|>\n{% endif %}",
                "<|assistant|>\n" + TEXT + "<|end|>\n", "<|assistant|>\n{% else %}{{ eos_token }}")
 OLMO = template("{% if m.role != 'tool' %}" + im(ANY) + "{% endif %}",
                 HEADER + TEXT + "{% if loop.last %}<|endoftext|>{% else %}<|im_end|>\n{% endif %}", HEADER)
-MODEL = "<start_of_turn>model\n"
-GEMMA = template("<start_of_turn>user\n{{ m.content|trim }}<end_of_turn>\n",
-                 MODEL + "{{ m.content|trim }}<end_of_turn>\n", MODEL, ALTERNATE)
-MISTRAL = template("[INST]" + TEXT + "[/INST]", TEXT + "</s>", "", ALTERNATE)
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+MISTRAL = template(ALTERNATE + "[INST]{{ m.content|trim }}[/INST]", TEXT + "</s>", "", "{{ bos_token }}")
+EMPTY, THINK = "<think>\n\n</think>\n", ("<think>", "</think>")
 LAST_THINKS = "{% if loop.last %}" + EMPTY + "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}"
 NO_THOUGHT = "{% if enable_thinking is false %}" + EMPTY + "{% endif %}"
 QWEN3 = template(im(ANY), im("assistant", LAST_THINKS), HEADER + NO_THOUGHT)
 QWEN35 = template(im(ANY), im("assistant", LAST_THINKS), HEADER + "<think>\n")
 R1 = template("<|{{ m.role }}|>" + TEXT, "<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}",
               "<|assistant|><think>\n", "{{ bos_token }}")
+CALLS = ["call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."]
 
 
-def style(tokenizer, stops=("<|im_end|>",), tools_as_user=False, header="", thought="", system=(),
+def style(tokenizer, *stops, tools_as_user=False, header="", thought="", system=(),
           says=("the mat", "on the other", "sat"), **keywords):
     """A tokenizer with its template, and what is to be known of it. header: of an assistant that thinks."""
     return SimpleNamespace(**locals())
 
 
-def native(name, stop="<|im_end|>", **more):
-    """A tokenizer as it is, without reward tokens, and a script that is hard on it."""
-    script = "call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."
-    return style(unchanged(name), (stop,), says=script, **more)
-
-
-def swallows(token):
-    return AddedToken(token, lstrip=True, rstrip=True, special=True, normalized=False)
-
-
 STYLES = {
-    "small": lambda: native("small"),
-    "Qwen2.5": lambda: native("qwen2_5"),
-    "Qwen2.5, told to be brief": lambda: native("qwen2_5", system=SYSTEM),
-    "Llama-3.1": lambda: native("llama3_1", "<|eot_id|>"),
-    "Llama-3.1, told to be brief": lambda: native("llama3_1", "<|eot_id|>", system=SYSTEM),
-    "ChatML in words": lambda: style(word_level(CHATML, "<|im_end|>", "<|im_start|>")),
+    "Qwen2.5": lambda: style(unchanged("qwen2_5"), "<|im_end|>", says=CALLS),
+    "Llama-3.1": lambda: style(unchanged("llama3_1"), "<|eot_id|>", says=CALLS,
+                               system=[{"role": "system", "content": "Be brief."}]),
     "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
-                           ("<|end|>", "<|endoftext|>"), tools_as_user=True),
-    "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"),
+                           "<|end|>", "<|endoftext|>", tools_as_user=True),
+    "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>",
                             tools_as_user=True),
     "OLMo with a word at the end": lambda: style(
-        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), tools_as_user=True),
-    "Gemma": lambda: style(byte_level(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>"),
-                           ("<end_of_turn>", "<eos>"), tools_as_user=True),
-    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), ("</s>",), tools_as_user=True),
-    "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), header=HEADER,
-                                               thought=EMPTY, enable_thinking=False),
-    "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), header=HEADER, thought=CLOSED),
-    "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), ("</s>",), header="<|assistant|>",
-                        thought=CLOSED),
-    "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), ("</s>",)),
-    "BPE without a blank": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS, bpe=True, prepend="never"),
-                                         ("</s>",)),
+        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), "<|im_end|>", tools_as_user=True),
+    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", tools_as_user=True),
+    "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), "<|im_end|>",
+                                               header=HEADER, thought=EMPTY, enable_thinking=False),
+    "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), "<|im_end|>", header=HEADER,
+                             thought="<think>\n</think>\n"),
+    "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), "</s>", header="<|assistant|>",
+                        thought="<think>\n</think>\n\n"),
+    "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), "</s>"),
 }
 
 
@@ -1732,17 +1722,15 @@ def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation
         text = text.replace(EMPTY, "").replace(s.header, s.header + s.thought)
     whole = s.tokenizer(text, add_special_tokens=False).input_ids
     assert t.ids == whole[: len(t.ids)] and len(t.ids) > 40 and set(map(type, t.ids)) == {int}
-    assert len(t.mask) == len(t.ids)
     assert t.ids.count(s.tokenizer.convert_tokens_to_ids(HIGH)) == bool(token)
-    if not token:
-        actions = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
-        assert t.action_ids == sum(actions, [])
+    said = [s.tokenizer.encode(text, add_special_tokens=False) + [chat.end_of_turn] for text in s.says]
+    assert t.action_ids == sum(said, []) or s.thought
 
 
 def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
-    assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
+    assert tokenizer.decode(chat.action("call")) == "</think>\ncall<|im_end|>"
     assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
 
@@ -1753,90 +1741,112 @@ def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
     for chat, thoughts in ((tokenizer, 0), (quiet, 1), (chat_format(quiet, enable_thinking=True), 0)):
         (t,) = rollout([Echo([])], [HIGH], scripted_policy(["sat"], chat), chat)
         (g,) = collect_groups([0], lambda task: Echo([]), says(5, END), chat, G=1, p=1.0)
-        labelled = label_by_reward(replace(t, reward=0.0), Echo().reset(), chat)
-        assert [row.ids.count(close) for row in (t, g, labelled)] == [thoughts] * 3
+        rows = [t, g, label_by_reward(replace(t, reward=0.0), chat)]
+        assert [row.ids.count(close) for row in rows] == [thoughts] * 3
         assert model_policy(tiny_model(9), chat).stop_ids == quiet.stop_ids
     assert chat_format(tokenizer) is chat_format(tokenizer) is not quiet is chat_format(quiet)
 
 
 def test_tools_are_shown_by_the_template_as_they_are_given():
-    def look(path: str):
-        """Look there.
+    def look():
+        """Look there."""
 
-        Args:
-            path: where
-        """
-
-    schema = {"type": "function", "function": {"name": "zip", "parameters": {"b": 1, "a": 2}}}
-    head = "{% if tools %}{% for t in tools %}{{ t|tojson }}{% endfor %}{% endif %}"
-    tokenizer = byte_level(head + CHATML, "<|im_end|>")
-    native = tokenizer.apply_chat_template(
-        user("hi"), tools=[schema, look], tokenize=False, add_generation_prompt=True)
-    ours = chat_format(tokenizer, tools=[schema, look]).prompt(user("hi"))
-    assert tokenizer.decode(ours) == native and native.startswith('{"type"')
+    tools = [{"type": "function", "function": {"name": "zip", "parameters": {"b": 1, "a": 2}}}, look]
+    tokenizer = byte_level("{% for t in tools or [] %}{{ t|tojson }}{% endfor %}" + CHATML, "<|im_end|>")
+    native = tokenizer.apply_chat_template(user("hi"), tools, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(chat_format(tokenizer, tools=tools).prompt(user("hi"))) == native
+    assert native.startswith('{"type"') and "Look there." in native
 
 
-def test_text_of_users_and_tools_never_becomes_a_control_token():
-    tokenizer = byte_level(CHATML, "<|im_end|>", swallows("<|wide|>"))
-    tokenizer.add_tokens(["the", "hello", " big ", "<tool_response>"])  # not special
-    chat, rng, controls = chat_format(tokenizer), random.Random(0), set(tokenizer.added_tokens_decoder)
-    spelt = [t.content for t in tokenizer.added_tokens_decoder.values()]
-    pieces = [*spelt, *spelt, "<|", "|>", "<", "im_end", "\ue000", "\ue001", "\ue002", "0", "17", "\n", " ",
-              "  ", "é", "日本", "\U0001f600", "\0", "{{ x }}", "{% if %}", "</tool_response>", "]", "\\"]
-    special = {*tokenizer.convert_tokens_to_ids([HIGH, LOW, "<|im_start|>", "<|im_end|>", "<|wide|>"])}
-    frame = [i for i in chat.suffix(tool("x") * 3) if i in controls]
-    for _ in range(250):
-        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(3)]
-        ids = chat.suffix([{"role": "tool", "content": text} for text in texts])
-        assert [i for i in ids if i in controls] == frame
-        assert tokenizer.decode(ids) == "\n" + "".join(im("tool", text) for text in texts) + HEADER
-        assert not set(chat.action(texts[0])[:-1]) & special  # a script cannot forge these either
-    hostile, low = "".join(spelt), tokenizer.convert_tokens_to_ids(LOW)
-    ids, calm = chat.prompt(user(hostile), LOW), chat.prompt(user("x"), LOW)
-    assert [i for i in ids if i in controls] == [i for i in calm if i in controls] and ids.count(low) == 1
-    assert f"{hostile}\n\n[Reward Goal: {LOW}]" in tokenizer.decode(ids)
-    assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
-    assert tokenizer.convert_tokens_to_ids("hello") in chat.action("hello")  # not special: a model may say it
+OVERLAPPING = "<|im_end|>", "<|a|>", "|>b", "<<|a", "a|><|a|>", "<x><x>", "<x>", "xyx", "(\u2060)"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", None])
+def test_what_a_tool_says_never_becomes_a_control_token_and_stays_what_it_is(name):
+    """3,000 texts: whole and cut control tokens, one within another, joints, all kinds of letters."""
+    tokenizer = unchanged(name) if name else byte_level(CHATML, *OVERLAPPING)
+    names, controls = zip(*((t.content, i) for i, t in tokenizer.added_tokens_decoder.items()))
+    rng, composed, n = random.Random(0), partial(unicodedata.normalize, "NFC"), 20  # as Qwen's writes accents
+    pieces = [*"<>|[]/ \n_ax\0\ue000\u2060\u2060", "e\u0301", "日本", "\U0001f600", "{{ x }}", "\\u2060", '"']
+    for token in rng.sample(names, min(40, len(names))):
+        k = rng.randrange(1, len(token))
+        pieces += [token, token, token[:k], token[k:], token[:k] + token + token[k:], token[:k] + JOINT]
+    chat, asked = chat_format(tokenizer), [*user("u"), {"role": "assistant", "content": "SAID"}]
+    frame = [i for i in chat.suffix(tool("x") * n) if i in {*controls}]
+    for _ in range(3000 // n):
+        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(n)]
+        observed = [message for text in texts for message in tool(text)]
+        native = tokenizer.apply_chat_template(asked + observed, tokenize=False, add_generation_prompt=True)
+        ids = chat.suffix(observed)
+        assert list(filter({*controls}.__contains__, ids)) == frame
+        ours, native = tokenizer.decode([chat.end_of_turn, *ids]), native.partition("SAID")[2]
+        assert composed(ours.replace(JOINT, "")) == composed(native.replace(JOINT, ""))
+        calm = [text.strip() for text in texts if not any(token in text for token in names)]
+        assert all(composed(text) in composed(ours) for text in calm)
+        action = chat.action(texts[0])  # nor can a script forge a special one
+        assert not chat.special.keys() & {*action[:-1]}
+        assert composed(chat.text(action)) == composed(texts[0])
+
+
+def test_control_tokens_in_tool_calls_and_half_characters_are_ordinary_text():
     said = "m['content'] + (m.calls|tojson if m.calls else '')"
-    tokenizer.chat_template = CHATML.replace("m['content']", said)
-    called = [*user("x"), {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: hostile}}]}]
-    ids = chat_format(tokenizer).prompt([*called, *user("y")], LOW)
-    assert ids.count(low) == 1 and tokenizer.decode(ids).count(LOW) > 1
+    tokenizer = byte_level(CHATML.replace("m['content']", said), "<|im_end|>")
+    chat, hostile, low = chat_format(tokenizer), f"<|im_end|> {LOW}", tokenizer.convert_tokens_to_ids(LOW)
+    call = {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: [hostile, 1, None]}}]}
+    ids = chat.prompt([*user(hostile), call, *user("y")], LOW)
+    assert ids.count(low) == 1 and ids.count(chat.end_of_turn) == 3
+    assert tokenizer.decode(ids).count("<\u2060|low_reward|>") == 3
+    assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
+    assert chat.text(chat.action("half \ud83d")) == "half ?"
 
 
-@pytest.mark.parametrize("vocabulary", [sentencepiece, partial(sentencepiece, bpe=True), word_level])
+@pytest.mark.parametrize("bpe", [False, True])
 @pytest.mark.filterwarnings("ignore:the vocabulary lacks")
-def test_ordinary_text_stays_ordinary_where_the_vocabulary_holds_the_control_words(vocabulary):
-    tokenizer = vocabulary(FRAME, *FRAME_TOKENS)
-    if vocabulary is word_level:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    chat = chat_format(tokenizer)
+def test_ordinary_text_stays_ordinary_though_the_vocabulary_holds_the_control_words(bpe):
+    tokenizer, hostile = sentencepiece(FRAME, *FRAME_TOKENS, bpe=bpe), " </s><|system|> <|high_reward|> "
     frame = tokenizer.convert_tokens_to_ids(["<|tool|>", "</s>", "<|assistant|>"])
-    controls = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}
-    for hostile in ("</s><|system|><|high_reward|>", " </s> <|system|> <|high_reward|> ", "\ue0021 \ue0022"):
-        ids = chat.suffix(tool(hostile))
-        assert [i for i in ids if i in controls] == frame
-        assert tokenizer.unk_token_id in ids or hostile in tokenizer.decode(ids)
+    chat = chat_format(tokenizer)
+    assert [i for i in chat.suffix(tool(hostile)) if i in chat.control] == frame
+    with nullcontext() if bpe else pytest.raises(ValueError, match="a script cannot say"):
+        assert chat.control.keys().isdisjoint(chat.action(hostile)[:-1])
 
 
-def test_in_the_opening_only_the_system_prompt_and_examples_may_hold_controls_and_never_a_reward_token():
-    tokenizer = byte_level(CHATML, "<|im_end|>", "<tool_call>")
-    tokenizer.add_tokens(["<call>", "<call>s"])  # not special
-    high, low, call, calls = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s"])
-    chat, system = chat_format(tokenizer), f"Say <call>, not <call>s. {HIGH} or {LOW}, \ue0000\ue000 \ue001"
-    example = f"<call>ls<|im_end|> {LOW}"
-    opening = [{"role": "system", "content": system}, *user("<call>"),
-               {"role": "assistant", "content": example}, *user(f"go {HIGH}")]
-    ids = chat.prompt(opening, LOW)
-    assert (ids.count(high), ids.count(low), ids.count(chat.end_of_turn)) == (0, 1, 4)
-    assert (ids.count(call), ids.count(calls)) == (2, 1)  # of system and example
-    assert system in tokenizer.decode(ids) and example in tokenizer.decode(ids)
+def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_examples_tags():
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    tokenizer.add_tokens(["<call>", "<call>s", "hello"])  # not special; the last is no tag
+    high, low, call, calls, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s", "hello"])
+    chat, end = chat_format(tokenizer), tokenizer.eos_token_id
+    system = {"role": "system", "content": f"Say <call>, not <call>s, then <|im_end|>. {HIGH} or {LOW}"}
+    example = {"role": "assistant", "content": f"<call>ls<|im_end|> {LOW}"}
+    ids = chat.prompt([system, *user("<call>"), example, *user(f"go {HIGH}")], LOW)
+    assert [ids.count(i) for i in (high, low, end, call, calls)] == [0, 1, 4 + 1, 2, 1]
+    ids = chat.suffix([system, example])  # as an observation
+    assert {high, low, call, calls}.isdisjoint(ids) and ids.count(end) == 2
+    assert hello in chat.suffix(tool("hello")) and {call, hello} < {*chat.action("<call>hello")}
 
 
-def test_the_tokenizers_normalizer_is_kept():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    assert "caf\u00e9<|im_end|>" in tokenizer.decode(chat_format(tokenizer).suffix(tool("cafe\u0301")))
+def normalized(normalizer):
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    tokenizer.add_tokens(["<call>"])  # is sought in the normalized text
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def shown(content, token):
+    return byte_level(template(im(ANY, content), im("assistant"), HEADER), "<|im_end|>", token)
+
+
+@pytest.mark.parametrize("tokenizer, text", [
+    (lambda: normalized(normalizers.Lowercase()), "<CALL>"),
+    (lambda: normalized(normalizers.NFKC()), "＜call＞"),
+    (lambda: shown("{{ m.content|replace('~', '') }}", "<x>"), "<|im_~end|>"),
+    (lambda: shown("[" + TEXT, "[INST]"), "INST]"), (lambda: shown(TEXT + "|>", "<|go|>"), "<|go")])
+def test_what_forges_a_control_token_in_spite_of_joints_is_refused(tokenizer, text):
+    """By a normalizer, by a filter of the template, together with the template's own words."""
+    chat = chat_format(tokenizer())
+    assert chat.suffix(tool("calm")) and chat.suffix(tool("<call>"))
+    with pytest.raises(ValueError, match=HOLD):
+        chat.suffix(tool(text))
 
 
 def test_changes_of_the_tokenizer_are_seen_at_once():
@@ -1867,26 +1877,25 @@ def test_truncation_padding_and_missing_tokens_of_the_tokenizer_do_not_matter():
     assert changed.action(said) == plain.action(said) and changed.stop_ids == plain.stop_ids
 
 
-def test_runs_of_blanks_stay_what_they_are_and_take_linear_time_though_a_token_swallows_blanks():
+@pytest.mark.parametrize("text", ["a" + " " * 40_000 + "b", "<|" * 100_000, "<|im_end|>" * 10_000])
+def test_long_runs_stay_what_they_are_and_take_linear_time_though_a_token_swallows_blanks(text):
     tokenizer = byte_level(CHATML, swallows("<|im_end|>"))
-    tokenizer.add_tokens(["    ", "▁▁"])
-    chat, long, started = chat_format(tokenizer), "a" + " " * 40_000 + "b", time.process_time()
-    assert long in tokenizer.decode(chat.suffix(tool(long)))
-    assert time.process_time() - started < 3
-    ids = chat.prompt(user("the    cat▁▁sat"))
-    assert {*tokenizer.convert_tokens_to_ids(["    ", "▁▁"])} <= {*ids}
-    assert ids.count(tokenizer.eos_token_id) == 1 and "the    cat▁▁sat" in tokenizer.decode(ids)
+    tokenizer.add_tokens(["    "])
+    chat, started = chat_format(tokenizer), time.process_time()
+    ids = chat.suffix(tool(text))
+    assert time.process_time() - started < 3 and text in tokenizer.decode(ids).replace(JOINT, "")
+    assert tokenizer.convert_tokens_to_ids("    ") in chat.prompt(user("the    cat"))
 
 
 @pytest.mark.filterwarnings("error")  # none about the words of chat_format's own examples
 def test_words_that_the_vocabulary_lacks_are_named():
-    chat = chat_format(word_level(CHATML, "<|im_end|>", "<|im_start|>", words="user assistant tool the cat"))
-    chat.prompt(user("the cat"))
-    goal = r"\['\[', 'Reward', 'Goal', ':'\]: read as <unk>"
-    for call, words in ((lambda: chat.prompt(user("the"), HIGH), goal),
-                        (lambda: chat.suffix(tool("the hall")), "'hall'"),
-                        (lambda: chat.action("the door"), "'door'")):
-        with pytest.raises(UserWarning, match="the vocabulary lacks .*" + words):
+    tokenizer = toy_env.make_tokenizer()
+    tokenizer.add_tokens([HIGH], special_tokens=True)
+    chat = chat_format(tokenizer)
+    chat.prompt(user("find lamp"), HIGH)
+    for call in (lambda: chat.prompt(user("find her"), HIGH), lambda: chat.suffix(tool("find her")),
+                 lambda: chat.action("find her")):
+        with pytest.raises(UserWarning, match=r"the vocabulary lacks \['her'\]: read as <unk>"):
             call()
 
 
@@ -2093,7 +2102,8 @@ SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
 NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
 RESET, STEP = (f"{call}: TypeError: needs a non-empty list of" for call in ("env.reset()", "env.step()"))
 NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
-IN_PARTS = "this chat template cannot be used: it is encoded differently as a whole and in parts"
+HOLD = "change these messages: they hold the control tokens"
+IN_PARTS = "this chat template has other ids as a whole than in parts, from "
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
     (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
@@ -2110,8 +2120,8 @@ REFUSED = [
     (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
     *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
     (lambda: played(), "at least one: 0 envs"),
-    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 reward tokens"),
-    (lambda: played(Echo(), groups=[1, 2]), "2 groups"),
+    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 and 1"),
+    (lambda: played(Echo(), groups=[1, 2]), "1 envs, 1 and 2"),
     (lambda: played(SAME, SAME), "make a fresh env for each"),
     *((lambda n=n: played(Echo(), max_turns=n), "whole numbers from 1 on") for n in (0, 1.5)),
     (lambda: played(env_with(reset=lambda: "hello")), RESET),
@@ -2140,12 +2150,12 @@ REFUSED = [
     (lambda: stage_2(beta=0, tokens_per_pass=0), "tokens_per_pass must be"),
     (lambda: stage_2(beta=0, max_grad_norm=None), "max_grad_norm must be positive"),
     (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
-    (lambda: stage_2(beta=0, temperature=0.7), "unexpected keyword argument 'temperature'"),
+    (lambda: stage_2(beta=0, temperature=0.7), "multiple values for argument 'temperature'"),
+    (lambda: update(beta=0, temperature=0), "at temperature 0 cannot be scored"),
     *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
     (lambda: stage_2(G=1, beta=0), NO_PAIR),
     (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
     (with_adapter, "tokens first, adapter second"),
-    (lambda: rcgrpo.group_attention(None, None, *[ZERO] * 4, [[1]], softcap=5.0), "softcap of its own"),
     *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
     (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
@@ -2162,20 +2172,22 @@ REFUSED = [
     *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
     (lambda: take(None), "no chat template"),
     (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
-    (lambda: take(CHATML.partition("{% if add")[0]), "no generation prompt"),
-    (lambda: take(NO_END), "must close an assistant turn with an added token, not with '\\nuser\\nv\\n'"),
-    (lambda: take("{{ tools|length }}" + CHATML), "cannot be used: it fails on messages of user: TypeError"),
+    (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
+    (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
+    (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
     (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
-    (lambda: take(NO_TOOLS + CHATML.replace("m['content']", "m['content']|upper")),
-     "; with tool results as user messages: it drops messages of role user"),
-    (lambda: take("{{ messages|length }}" + CHATML), "otherwise than its parts: "),
-    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), "otherwise than its parts: "),
+    (lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")), HOLD),
+    (lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")), HOLD),
+    (lambda: chat_format(normalized(normalizers.Replace(JOINT, ""))), HOLD),
+    (lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False)), "of a fast tokenizer"),
+    (lambda: take("{{ messages|length }}" + CHATML), IN_PARTS),
+    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), IN_PARTS),
     (lambda: drops("suffix", "function"), "drops messages of role function"),
     (lambda: drops("prompt", "system"), "drops messages of role system"),
     (lambda: chat_format(sentencepiece(INST, "</s>")), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)), IN_PARTS),
     (lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first")), IN_PARTS),
-    (lambda: chat_format(byte_level(BLANK, "</s>")), "no generation prompt"),
+    (lambda: chat_format(byte_level(BLANK, "</s>")), IN_PARTS),
 ]
 
 
@@ -2811,7 +2823,22 @@ def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
 
 # ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
 
-TASKS = bfcl.load_tasks()
+class Tasks(Sequence):
+    """The benchmark's, loaded when a test first looks at them: the method's part runs without bfcl-eval."""
+
+    @functools.cached_property
+    def loaded(self):
+        return bfcl.load_tasks()
+
+    def __len__(self):
+        return len(self.loaded)
+
+    def __getitem__(self, place):
+        return self.loaded[place]
+
+
+TASKS = Tasks()
+ENVS = {"combined": BFCLEnv, "turns": LeaderboardEnv}
 
 
 @pytest.fixture(scope="session")
@@ -3340,7 +3367,7 @@ def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name):
     high, _ = add_reward_tokens(tokenizer)
     for task, protocol in zip(TASKS[::200], ["combined", "turns"] * 2):
         policy = scripted_policy(expert_turns(task, protocol), tokenizer)
-        (t,) = rollout([BFCLEnv(task, protocol)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
+        (t,) = rollout([ENVS[protocol](task)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
         assert t.reward == 1 and t.ids.count(high) == 1
 
 
@@ -3769,18 +3796,27 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(
 
 # ===== train_bfcl.py 6. Tasks and splits =====
 
-TASK = {task["id"].removeprefix("multi_turn_"): task for task in TASKS}
-MATH = next(name for name, task in TASK.items() if "MathAPI" in task["involved_classes"])
 LS = '{"name": "ls", "arguments": {}}'
+
+
+@functools.cache
+def task_of(name):
+    """By its name, or the first that involves this API."""
+    return next(t for t in TASKS if t["id"] == f"multi_turn_{name}" or name in t["involved_classes"])
 
 
 def say(*calls) -> str:
     return bfcl.calls_text(list(calls))
 
 
-def play(task, texts, protocol="combined") -> BFCLEnv:
-    env = BFCLEnv(task, protocol)
+def opened(task, protocol="combined", **changes):
+    env = ENVS[protocol]((task_of(task) if isinstance(task, str) else task) | changes)
     env.reset()
+    return env
+
+
+def play(task, texts, protocol="combined"):
+    env = opened(task, protocol)
     for text in texts:
         if env.step(text) is None:
             break
@@ -3793,61 +3829,69 @@ def ask(env, tool, **arguments) -> str:
     return [entry["content"] for entry in env.log if entry["role"] == "tool"][-1]
 
 
-def opened(task_name, protocol="combined", **changes) -> BFCLEnv:
-    env = BFCLEnv({**TASK[task_name], **changes}, protocol)
-    env.reset()
-    return env
-
-
-def names(env) -> list:
-    return [tool["function"]["name"] for tool in env.tools]
+def names(env) -> set:
+    return {tool["function"]["name"] for tool in env.tools}
 
 
 def test_bfcl_tasks_come_in_order_and_untouched():
     assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    raw = [json.loads(line) for line in open(bfcl.bfcl_data() / "BFCL_v4_multi_turn_miss_func.json")]
-    assert {k: v for k, v in TASK["miss_func_17"].items() if k != "ground_truth"} == raw[17]
-    assert all(len(t["ground_truth"]) == len(t["question"]) for t in TASKS)
+    for folder in ("", "possible_answer/"):
+        with open(bfcl.bfcl_data() / f"{folder}BFCL_v4_multi_turn_miss_func.json") as file:
+            raw = json.loads(file.readlines()[17])
+        assert raw.items() <= task_of("miss_func_17").items()
 
 
-def test_bfcl_paper_split_has_the_papers_counts_and_leaks_77_of_80():
-    train, test = bfcl.split_tasks(TASKS, "paper")
-    shuffled = list(TASKS)
-    random.seed(42)
-    random.shuffle(shuffled)
-    assert [t["id"] for t in test] == [t["id"] for t in shuffled[:80]] and len(train) == 720
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [18, 23, 17, 22]
-    assert bfcl.leaked(train, test) == 77
-
-
-def test_bfcl_grouped_split_shares_no_number_and_no_gold_list_and_keeps_the_balance():
-    train, test = bfcl.split_tasks(TASKS, "grouped")
-    assert (len(train), len(test)) == (720, 80) and bfcl.leaked(train, test) == 0
-    assert [sum(f"turn_{c}_" in t["id"] for t in test) for c in bfcl.CATEGORIES] == [20] * 4
-    for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
-        assert not set(map(shared, train)) & set(map(shared, test))
-    assert bfcl.split_tasks(TASKS, "grouped") == (train, test)
+@pytest.mark.parametrize("kind, leaks, counts", [("paper", 77, [18, 23, 17, 22]), ("grouped", 0, [20] * 4)])
+def test_bfcl_a_split_leaks_and_balances_as_the_readme_says(kind, leaks, counts):
+    train, test = bfcl.split_tasks(TASKS, kind)
+    found = bfcl.leaked(train, test)
+    print(f"\nthe {kind} split: the gold calls of {found} of {len(test)} test tasks are in training, too")
+    assert found == leaks and len(train) == 720 and bfcl.split_tasks(TASKS, kind) == (train, test)
+    assert [sum(f"turn_{category}_" in t["id"] for t in test) for category in bfcl.CATEGORIES] == counts
+    if kind == "paper":
+        shuffled = list(TASKS)
+        random.seed(42)
+        random.shuffle(shuffled)
+        assert test + train == shuffled
+    else:
+        for shared in (lambda t: t["id"].split("_")[-1], lambda t: str(sum(t["ground_truth"], []))):
+            assert not set(map(shared, train)) & set(map(shared, test))
     pair = [t for t in TASKS if t["id"].split("_")[-1] in ("107", "136")]  # the same gold under two numbers
-    assert len(bfcl.group_tasks(pair)) == 1 and bfcl.split_tasks(pair, "grouped") == (pair, [])
+    assert len(bfcl.group_tasks(pair)) == 1 and len(bfcl.group_tasks(TASKS[:200])) < 200
+
+
+def in_child(work):
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_bfcl_its_data_are_loaded_by_the_tests_that_need_them():
+    def import_both():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
+            del sys.modules[name]
+        sys.modules["bfcl_eval"] = None  # importing it is an error now
+        importlib.reload(bfcl)
+        runpy.run_path(__file__)
+
+    in_child(import_both)
 
 
 def with_package(version):
-    """Load the tasks with this version of bfcl-eval; None: without any."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", version or fails)
-        patch.setattr(importlib.metadata, "PackageNotFoundError", LookupError)
+        found = [SimpleNamespace(version=version)] if version else []
+        patch.setattr(importlib.metadata, "distributions", lambda name: {"bfcl-eval": found}[name])
         bfcl.load_tasks()
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: with_package(None), "no version is installed.*pip install --no-deps bfcl-eval==2026.3.23"),
-    (lambda: with_package(lambda name: "2025.1.1"), "2025.1.1 is installed.*pip install --no-deps bfcl-eval"),
+    (lambda: with_package(None), "installed: none.*pip install --no-deps bfcl-eval==2026.3.23"),
+    (lambda: with_package("2025.1.1"), "installed: .'2025.1.1'.*pip install --no-deps bfcl-eval==2026.3"),
     (lambda: bfcl.split_tasks(TASKS, "random"), "'grouped' or 'paper', not 'random'"),
-    (lambda: BFCLEnv(TASK["base_0"], "turn"), "'combined' or 'turns', not 'turn'"),
-    (lambda: bfcl.gold_call("ls(a=__import__('os').getcwd())", bfcl.task_tools(TASK["base_0"])), "malformed"),
-    (lambda: BFCLEnv(TASK["base_0"]).step("a step before reset()"), "call reset[(][)] first"),
-    (lambda: play(TASK["base_0"], ["The end."]).step("a step after the end"), "call reset[(][)] first"),
-])
+    (lambda: bfcl.gold_call("ls(__import__('os').sep)", bfcl.class_tools("GorillaFileSystem")), "malformed"),
+    (lambda: BFCLEnv(task_of("base_0")).step("a step before reset()"), "call reset[(][)] first"),
+    (lambda: play("base_0", ["The end."]).step("a step after the end"), "call reset[(][)] first")])
 def test_bfcl_refusals(call, words):
     with pytest.raises((ValueError, RuntimeError), match=words):
         call()
@@ -3857,73 +3901,63 @@ def test_bfcl_refusals(call, words):
 
 
 def test_bfcl_tool_docs_use_json_schema_types_only():
-    everything = {t["function"]["name"]: t for task in TASKS[:200] for t in BFCLEnv(task).tools}
+    everything = {t["function"]["name"]: t["function"] for task in TASKS[:200] for t in BFCLEnv(task).tools}
     assert len(everything) == 129  # 128 methods and done
-    types = re.findall(r'"type": "(\w+)"', json.dumps([t["function"] for t in everything.values()]))
+    types = re.findall(r'"type": "(\w+)"', json.dumps(everything))
     assert set(types) == {"object", "number", "integer", "string", "array", "boolean"}
-    assert everything["power"]["function"]["parameters"]["properties"]["base"]["type"] == "number"
-    for tool in everything.values():
-        assert set(tool) == {"type", "function"}
-        assert set(tool["function"]) == {"name", "description", "parameters"}
+    assert everything["power"]["parameters"]["properties"]["base"]["type"] == "number"
+    assert all(set(tool) == {"name", "description", "parameters"} for tool in everything.values())
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_excluded_functions_are_neither_shown_nor_callable(protocol):
-    excluded = [t for t in TASKS[:200] if t.get("excluded_function")]
+    excluded = [task for task in TASKS[:200] if task.get("excluded_function")]
     assert len(excluded) == 18
-    for task in excluded:
-        env = BFCLEnv(task, protocol)
-        system = env.reset()[0]["content"]
-        for name in task["excluded_function"]:
-            assert name not in names(env) and f'"name": "{name}"' not in system
+    for env in [opened(task, protocol) for task in excluded]:
+        for name in env.task["excluded_function"]:
+            assert name not in names(env) and f'"name": "{name}"' not in env.log[0]["content"]
             assert "no tool named" in ask(env, name, file_name="x")
-    env = opened("base_0", protocol, excluded_function=["mv"])  # even if the gold answer needs it
-    assert "no tool named" in ask(env, "mv", source="a", destination="b")
 
 
 def test_bfcl_late_tools_appear_in_their_turn_with_the_benchmarks_sentence():
-    for task in [t for t in TASKS if "missed_function" in t]:
-        env, late = opened(task["id"][11:], "turns"), task["missed_function"]
-        every = set(sum(late.values(), []))
+    for task in [task for task in TASKS if "missed_function" in task]:
+        env, late = opened(task, "turns"), task["missed_function"]
+        env._turn_failure = lambda: None  # go on, though nothing is called
         for turn, question in enumerate(task["question"]):
-            hidden = set(sum((group for when, group in late.items() if int(when) > turn), []))
-            assert every & set(names(env)) == every - hidden
+            assert not names(env) & {name for at in late if int(at) > turn for name in late[at]}
             last = [entry for entry in env.log if entry["role"] == "user"][-1]
             if str(turn) in late:
-                assert last["content"].endswith(
+                docs = [tool.text for name, tool in bfcl.task_tools(task).items() if name in late[str(turn)]]
+                assert docs and all(text in last["content"] for text in docs) and last["content"].endswith(
                     "</tools>\nI have updated some more functions you can choose from. What about now?")
-                assert all(f'"name": "{name}"' in last["content"] for name in late[str(turn)])
             else:
                 assert [last] == question
             env.step("Nothing.")
-        assert every <= set(names(opened(task["id"][11:])))  # combined: there from the start
+        assert names(env) == names(opened(task)) - {"done"}  # combined: there from the start
     env = opened("miss_func_0", "turns")
     assert "no tool named 'sort'" in ask(env, "sort", file_name="x") and env.calls == []
 
 
 def test_bfcl_combined_prompt_merges_the_turns_and_hides_the_state():
-    env = BFCLEnv(TASK["miss_func_0"])
-    system, user = env.reset()
-    requests = [turn[0]["content"] for turn in TASK["miss_func_0"]["question"] if turn]
-    steps = "\n".join(f"Step {i + 1}: {r}" for i, r in enumerate(requests))
-    assert user == {"role": "user", "content": steps + bfcl.CLOSING}
-    assert names(env)[-1] == "done" and "root" not in user["content"] and env.log == [system, user]
+    env = opened("miss_func_0")
+    requests = [turn[0]["content"] for turn in env.task["question"] if turn]
+    steps = "\n".join(f"Step {i + 1}: {request}" for i, request in enumerate(requests))
+    assert env.log[1:] == [{"role": "user", "content": steps + bfcl.CLOSING}]
+    assert env.tools[-1]["function"]["name"] == "done" and "root" not in steps
 
 
-def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool():
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_prompt_ids_equal_qwens_native_rendering_and_llama_sees_every_tool(protocol):
     qwen, llama = tokenizer_named("qwen2_5"), tokenizer_named("llama3_1")
     for name in ("base_0", "miss_func_13", "long_context_100", "miss_param_170"):
-        for protocol in ("combined", "turns"):
-            env = BFCLEnv(TASK[name], protocol)
-            messages = env.reset()
-            messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
-            native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
-            shown = opened(name, protocol).tools
-            ours = qwen.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-            theirs = qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)["input_ids"]
-            assert ours == theirs
-            text = llama.apply_chat_template(messages, tokenize=False)
-            assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
+        env = opened(name, protocol)
+        shown, messages = env.tools, list(env.log)
+        messages += [{"role": "assistant", "content": "x"}, *env.step(say(("a", {}), ("b", {})))]
+        native = [{"role": "system", "content": bfcl.SYSTEM_PROMPT}, *messages[1:]]
+        ours = qwen.apply_chat_template(messages, add_generation_prompt=True)
+        assert ours == qwen.apply_chat_template(native, tools=shown, add_generation_prompt=True)
+        text = llama.apply_chat_template(messages, tokenize=False)
+        assert all(json.dumps(tool, ensure_ascii=False) in text for tool in shown)
 
 
 # ===== train_bfcl.py 8. Parsing what the model says =====
@@ -3956,7 +3990,7 @@ def in_depth(n):
     (block("echo", arguments=TAGS).removesuffix("</tool_call>"), [("echo", TAGS)]),
     # thoughts do not run
     (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
-    (f"<think>a <tool_call> is what I need, \"</think>{block('ls')}", [("ls", {})]),
+    (f"<think>a <tool_call> is what I\nneed, \"</think>{block('ls')}", [("ls", {})]),
     (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
     (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
     (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
@@ -3970,18 +4004,18 @@ def in_depth(n):
     (block() + block(arguments=None) + block(arguments="") + block(arguments={}), [("f", {})] * 4),
     (block(arguments=json.dumps(A)), [("f", A)]),
     (block(parameters={"a": 1}) + block(parameters=None), [("f", {"a": 1}), ("f", {})]),
-    (f"<tool_call>{in_depth(30)}</tool_call>", [tuple]),
+    (f"<tool_call>{in_depth(31)}</tool_call>", [tuple]),
     # what is no call is one error, and nothing is repaired
     *[(f"{block()}<tool_call>{content}</tool_call>{block()}", [("f", {}), str, ("f", {})]) for content in (
         "", "{bad", '{"name": "ls}', LS + LS, f"{LS} <b> ", f"[{LS}]", '"ls"', "null", "{}", '{"name": 3}',
-        "{'name':'ls','arguments':{'a':True}}", '{"name": "ls", "arguments": {"a": 1,}}',
-        f"```json\n{LS}\n```",
+        f"\u00a0{LS}", f"{LS}\v", "{'name':'ls','arguments':{'a':True}}",
+        '{"name": "ls", "arguments": {"a": 1,}}', f"```json\n{LS}\n```",
         *[json.dumps({"name": "f", "arguments": wrong}) for wrong in (
-            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}')],
+            3, False, [], "[1]", "null", " ", json.dumps(json.dumps(A)), '{"a": 1e999}', '{"a": 1} {}')],
         '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', '{"name": "f", "name": "g"}',
         *[f'{{"name": "f", "arguments": {{"a": {wrong}}}}}' for wrong in (
             "NaN", '[{"b": -Infinity}]', '[{"b": 1e999}]', "9" * 5000, '"\\ud800"', '"\ud800"', '1, "a": 2')],
-        in_depth(31), '{"a":' * 100_000)],
+        in_depth(32), '{"a":' * 100_000)],
 ])
 def test_bfcl_a_block_is_one_strict_json_call_or_one_error(text, expected):
     items = parse_tool_calls(text)
@@ -4004,38 +4038,40 @@ def test_bfcl_parsing_gives_back_any_calls_whatever_stands_between_them():
 
 
 @pytest.mark.parametrize("piece", [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", '"', '""', "\\", block(),
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<", "{", "[", '"', '""', "\\", '{"', '{"a":', " ",
     "<tool_call>{</tool_call>", '<tool_call>{"', '<tool_call>["</tool_call>', "<tool_call>{{{[[[</tool_call>",
     '<tool_call>"\\"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>{"a": "</tool_call>',
-    '<tool_call>{"a": "</think>'])
-def test_bfcl_parsing_time_is_linear_in_the_text(piece):
-    start = time.process_time()
-    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 3
+    '<tool_call>{"a": "</think>', block()])
+def test_bfcl_parsing_64_kilobytes_takes_no_time_whatever_they_are(piece):
+    for start in ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": ', '<tool_call>"'):
+        began = time.process_time()
+        parse_tool_calls(start + piece * (2**16 // len(piece)))
+        assert time.process_time() - began < 0.3
 
 
 # ===== train_bfcl.py 9-10. Running calls, and gold, as the benchmark's executor and checker have them =====
 
 JUDGE = """
-import importlib, json, os, sys, time
+import importlib, json, os, sys
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker, state_checker
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
 
-def verdict(task, turns):  # as eval_runner has it: a forced end is a missing turn
-    gold = task["ground_truth"]
-    return len(turns) == len(gold) and multi_turn_checker(turns, gold, task, "", "judge")["valid"]
+def execute(task, turns, who):
+    calls = [call for turn in turns for step in turn for call in step]
+    return execute_multi_turn_func_call(
+        calls, task["initial_config"], task["involved_classes"], who, task["id"],
+        long_context="long_context" in task["id"])
 
 def observations(task, turns):
-    calls = [call for turn in turns for step in turn for call in step]
-    results, _ = execute_multi_turn_func_call(
-        calls, task["initial_config"], task["involved_classes"], "judge", task["id"],
-        long_context="long_context" in task["id"])
-    return results
+    return execute(task, turns, "judge")[0]
 
-def seconds(task, turns):
-    start, _ = time.process_time(), verdict(task, turns)
-    return time.process_time() - start
+def final_state(task, turns):
+    gold = execute(task, [task["ground_truth"]], "gold")[1]
+    return state_checker(execute(task, turns, "judge")[1], gold)["valid"]
+
+def verdict(task, turns):  # on as many turns as were played
+    return multi_turn_checker(turns, task["ground_truth"][:len(turns)], task, "", "judge")["valid"]
 
 judge, trajectories = globals()[sys.argv[1]], json.load(sys.stdin)
 for api in {api for task, _ in trajectories for api in task["involved_classes"]}:
@@ -4056,108 +4092,104 @@ def ask_judge(question: str, trajectories: list) -> list:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_bfcl_all_4625_gold_calls_give_the_official_observations_and_all_800_experts_score_1():
-    ours, played, cut = [], [], 0
-    for task in TASKS:
-        gold = bfcl.gold_turns(task)
-        _, replay = bfcl.scenario(json.dumps(task))
-        ours.append([text for turn in replay for text in turn.observations])
-        played += [call for turn in gold for call in turn]
-        for protocol in ("combined", "turns"):
-            env = play(task, expert_turns(task, protocol), protocol)
-            assert (env.reward(), env.reason) == (1.0, "ok"), task["id"]
-            assert env.calls == [call for turn in gold for call in turn]
-            json.dumps(env.log)
-            for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
-                assert len(text) <= bfcl.OBSERVATION_LIMIT
-                cut += text.endswith(bfcl.CUT_MARK)
-                assert len(text) == bfcl.OBSERVATION_LIMIT or not text.endswith(bfcl.CUT_MARK)
-    assert cut > 200  # and yet the whole ones are checked
-    assert ours == ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS])
-    assert len(played) == 4625 and ("sort", {"file_name": "final_report.pdf"}) in played
-    written = [ast.parse(text, mode="eval").body
-               for task in TASKS for turn in task["ground_truth"] for text in turn]
-    assert sum(bool(call.args) for call in written) == 160  # with positional arguments
-    keywords = [[ast.literal_eval(word.value) for word in call.keywords] for call in written]
-    assert sum(any(not isinstance(value, str) for value in values) for values in keywords) == 1538
+def test_bfcl_all_gold_calls_run_and_give_the_official_observations():
+    replays = [bfcl.scenario(json.dumps(task))[1] for task in TASKS]  # a call that is refused would raise
+    ours = [text for replay in replays for turn in replay for text in turn.observations]
+    official = sum(ask_judge("observations", [(task, [task["ground_truth"]]) for task in TASKS]), [])
+    different = sum(one != other for one, other in zip(ours, official, strict=True))
+    print(f"\n{len(ours)} of {len(official)} gold calls run, {different} observations are not the official")
+    assert len(ours) == 4625 and different == 0
+    calls = [call for replay in replays for turn in replay for call in turn.calls]
+    assert ("sort", {"file_name": "final_report.pdf"}) in calls  # written sort('final_report.pdf')
     assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
 
 
-def test_bfcl_an_environment_takes_less_than_twice_the_time_of_the_official_executor_and_checker():
-    tasks = TASKS[::10]
-    plans = [expert_turns(task, "combined") for task in tasks]
-    replays = [(task, [[turn] for turn in task["ground_truth"]]) for task in tasks]
-
-    def ratio():
-        bfcl.scenario.cache_clear()
-        start = time.process_time()
-        list(map(play, tasks, plans))
-        seconds = time.process_time() - start
-        return seconds / sum(ask_judge("seconds", replays))
-
-    assert any(ratio() < 2 for _ in range(3))  # others use the machine, too
-
-
-KINDS = ("expert", "corrupt", "corrupt", "corrupt", "extra", "reorder", "drop turn", "early", "malformed",
-         "unknown", "one by one", "state", "loop", "loop last")
+@pytest.mark.parametrize("protocol", ["combined", "turns"])
+def test_bfcl_all_800_experts_score_1(protocol):
+    cut = 0
+    for task in TASKS:
+        env = play(task, expert_turns(task, protocol), protocol)
+        assert (env.reward(), env.reason) == (1, "ok"), task["id"]
+        assert env.calls == sum(bfcl.gold_turns(task), []) and json.dumps(env.log)
+        for text in [entry["content"] for entry in env.log if entry["role"] == "tool"]:
+            assert len(text) == bfcl.OBSERVATION_LIMIT or (
+                len(text) < bfcl.OBSERVATION_LIMIT and not text.endswith(bfcl.CUT_MARK))
+            cut += text.endswith(bfcl.CUT_MARK)
+    assert cut > 100  # and yet the whole ones are checked
 
 
-def spoil(kind: str, task: dict, rng: random.Random) -> list[str]:
-    """A trajectory for the turns protocol, as texts."""
-    texts = expert_turns(task, "turns")
-    with_calls = [i for i, text in enumerate(texts) if parse_tool_calls(text)]
-    i = with_calls[-1] if kind == "loop last" else rng.choice(with_calls)
-    calls, before, after = parse_tool_calls(texts[i]), texts[:i], texts[i + 1:]
-    extra = {"GorillaFileSystem": ("touch", {"file_name": "extra.txt"}),
-             "TwitterAPI": ("post_tweet", {"content": "hm"}),
-             "VehicleControlAPI": ("setHeadlights", {"mode": "on"}),
-             "TradingBot": ("fund_account", {"amount": 5})}.get(task["involved_classes"][0], calls[0])
-    here = {
-        "expert": [texts[i]], "extra": [say(*calls, rng.choice(calls))], "reorder": [say(*reversed(calls))],
-        "drop turn": [], "malformed": [texts[i].replace("}}\n", "}\n", 1)],
-        "unknown": [say(("no_such_tool", {"a": 1})) + "\n" + texts[i]], "one by one": map(say, calls),
-        "state": [say(*calls, extra)], "loop": [texts[i], *[say(calls[-1])] * 22],
-    }
-    if kind == "corrupt":
-        return bfcl.corrupt_turns(task, texts, rng)
-    if kind == "early":  # this turn's calls already in the first turn, which may have no gold calls
-        return [say(*calls), *before, *after]
-    return [*before, *here[kind.removesuffix(" last")], *after]
+def spoilt(kind: int, task: dict, rng: random.Random, protocol: str) -> list[str]:
+    """An expert's messages, with a mistake or another way to say the same."""
+    if kind > 9:
+        return bfcl.corrupt_turns(task, rng, protocol)
+    plan = bfcl.gold_turns(task)
+    turn = rng.choice([calls for calls in plan if calls])
+    extra = ("touch", {"file_name": "x"}) if rng.random() < 0.7 else ("setHeadlights", {"mode": "on"})
+    plan[0][:0] = [turn[0]] if kind == 1 else []  # too early, as well
+    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [("no_such_tool", {"a": 1}), *turn]}.get(kind, turn)
+    texts = expert_turns(task, protocol, plan)
+    if kind > 5:
+        at = texts.index(say(*turn))
+        texts[at:at + 1] = {6: map(say, turn), 7: [texts[at], *[say(turn[-1])] * 22], 8: [say(turn[-1])] * 22,
+                            9: [texts[at].replace("}}\n", "}\n", 1)]}[kind]
+    return texts
 
 
-def play_turns(task: dict, texts: list[str]) -> tuple[BFCLEnv, list]:
-    """Our verdict, and the same trajectory as the leaderboard would store it: turns of steps of call strings.
+def play_noting_turns(task: dict, texts: list[str], protocol: str) -> tuple[BFCLEnv, list]:
+    """Our env, and the same trajectory as the benchmark would store it: turns of steps of call strings.
     A tool that is not shown does not run here, but would in the benchmark's executor: there we rename it."""
-    env, turns, steps = opened(task["id"].removeprefix("multi_turn_"), "turns"), [], []
+    env, turns = opened(task, protocol), [[]]
     for text in texts + ["That is all."] * 10:
         shown = names(env)
         calls = []
-        for name, arguments in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
+        for name, given in (item for item in parse_tool_calls(text) if not isinstance(item, str)):
             name = name if name in shown else "hidden_" + name
-            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
-        steps += [calls] if calls else []
+            calls.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})")
+        turns[-1] += [calls] if calls else []
         messages = env.step(text)
-        if messages is None or messages[-1]["role"] == "user":
-            turns, steps = turns + [steps], []
         if messages is None:
             return env, turns
+        turns += [[]] if messages[-1]["role"] == "user" else []
     raise AssertionError("the episode did not end")
 
 
-def test_bfcl_verdicts_in_turns_equal_the_official_ones_on_420_trajectories():
-    rng, trajectories, ours, kinds = random.Random(1), [], [], []
-    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # its gold needs a hidden tool
-    for n in range(420):
-        task, kind = rng.choice(pool), KINDS[n % len(KINDS)]
-        env, turns = play_turns(task, spoil(kind, task, rng))
-        trajectories.append((task, turns))
-        ours.append(env.reward() == 1)
-        kinds.append((task["id"], kind, env.reason))
-    official = ask_judge("verdict", trajectories)
-    assert list(zip(kinds, ours, strict=True)) == list(zip(kinds, official, strict=True))
-    assert 100 < sum(ours) < 320  # both verdicts are well represented
-    for words in ("no call", "state", "response", "step limit"):
-        assert any(words in reason for _, _, reason in kinds)
+def judged(question: str, protocol: str) -> list:
+    """420 times (kind, env, turns, what the official judge says)."""
+    rng, played = random.Random(1), []
+    pool = [task for task in TASKS if task["id"] != "multi_turn_miss_func_49"]  # it needs an unlisted tool
+    for kind in [*range(14)] * 30:
+        task = rng.choice(pool)
+        played.append((kind, *play_noting_turns(task, spoilt(kind, task, rng, protocol), protocol)))
+    official = ask_judge(question, [(env.task, turns) for _, env, turns in played])
+    assert 100 < sum(env.reward() for _, env, _ in played) < 320
+    return [(*each, right) for each, right in zip(played, official, strict=True)]
+
+
+def test_bfcl_420_trajectories_in_turns_are_judged_as_the_official_checker_does():
+    wrong, reasons = [], ""
+    for kind, env, turns, right in judged("verdict", "turns"):
+        complete = len(turns) == len(env.task["question"])
+        gave_up = "step limit" in env.reason  # before the last turn: wrong, though its turns may be right
+        if env.reward() != (right and complete) or right and not (complete or gave_up):
+            wrong.append((env.task["id"], kind, env.reason))
+        reasons += env.reason
+    print(f"\n420 trajectories in turns: {len(wrong)} are judged otherwise than by the official checker")
+    assert wrong == [] and all(w in reasons for w in ("no call", "state", "response", "step limit"))
+
+
+def test_bfcl_420_trajectories_of_one_prompt_are_judged_by_the_official_state_and_the_calls_made():
+    def made(calls, name, gold):
+        return any(name == other and all(repr(given.get(key)) == repr(value) for key, value in gold.items())
+                   for other, given in calls)
+
+    wrong, seen = [], Counter()
+    for kind, env, _, state in judged("final_state", "combined"):
+        action = all(made(env.calls, *call) for turn in bfcl.gold_turns(env.task) for call in turn)
+        if (env.R_state(), env.R_action(), env.reward()) != (state, action, state and action):
+            wrong.append((env.task["id"], kind, env.reason))
+        seen[state, action] += 1
+    print(f"\n420 trajectories of one prompt: {len(wrong)} are judged otherwise than by the official checker")
+    assert wrong == [] and len(seen) == 4 and min(seen.values()) >= 10, seen
 
 
 def test_bfcl_bad_arguments_and_raising_tools_are_observations_and_bad_arguments_are_no_calls():
@@ -4181,267 +4213,150 @@ def test_bfcl_only_listed_names_run_and_nothing_is_evaluated(tmp_path):
     assert env.calls == [] and not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """A helper of the test's own, with limits to set before its first call; a short time by default."""
-    own = bfcl.CallWorker((0.3, bfcl.CALL_BYTES, bfcl.CALL_CHARACTERS))
-    monkeypatch.setattr(bfcl, "WORKER", own)
-    yield own
-    own.close()
+@pytest.mark.parametrize("name, arguments, answer", [
+    ("power", {"base": 10, "exponent": 10**8}, "power: exponent must be a number from -1000 to 1000"),
+    ("power", {"base": 2, "exponent": 1001}, "exponent must be"),
+    ("power", {"base": 2, "exponent": 1000}, str(2**1000)),
+    ("power", {"base": 10**301, "exponent": 2}, "base must be a number from -1e+300 to 1e+300"),
+    ("power", {"base": -(10**300), "exponent": 2}, "1" + "0" * 600),
+    ("logarithm", {"value": 2, "base": 10, "precision": 5 * 10**7}, "precision must be"),
+    ("logarithm", {"value": "1e100000000", "base": 10, "precision": 5}, "value must be"),
+    ("logarithm", {"value": 8, "base": 2, "precision": 5}, "3.0"),
+    ("square_root", {"number": 2, "precision": 5 * 10**7}, "precision must be"),
+    ("square_root", {"number": [2], "precision": 5}, "number must be"),
+    ("round_number", {"number": 5, "decimal_places": -(10**9)}, "decimal_places must be"),
+    ("round_number", {"number": 5.25, "decimal_places": None}, '{"result": 5}')])
+def test_bfcl_numbers_that_could_take_for_ever_are_refused_in_a_line_that_says_so(name, arguments, answer):
+    env, before = opened("MathAPI"), time.process_time()
+    assert answer in ask(env, name, **arguments) and time.process_time() - before < 0.5
+    assert env.calls == ([] if "must be" in answer else [(name, arguments)])
+    assert ask(env, "add", a=1, b=2) == '{"result": 3}'
 
 
-@pytest.mark.parametrize("name, arguments", [
-    ("power", {"base": 10, "exponent": 100_000_000}),
-    ("logarithm", {"value": 2, "base": 10, "precision": 50_000_000}),
-    ("square_root", {"number": 2, "precision": 50_000_000}),
-    ("round_number", {"number": 5, "decimal_places": -10**9})])
-def test_bfcl_calls_that_do_not_end_are_stopped_and_the_batch_goes_on(name, arguments, worker):
-    env, other = opened(MATH), opened(MATH)
-    add = ("add", {"a": 1, "b": 2})
-    messages = env.step(say(add, (name, arguments), add, ("done", {})))
-    assert [m["content"] for m in messages] == [
-        '{"result": 3}', f"Error during execution: {name} was stopped, it needs too much time or memory",
-        *["Error: not run after a stopped call"] * 2]
-    assert env.calls == [add]
-    assert ask(other, "add", a=2, b=2) == '{"result": 4}'
-    assert ask(env, "add", a=1, b=2) == '{"result": 3}' and env.calls == [add, add]
+def test_bfcl_the_precision_of_a_call_is_its_own():
+    def answers(digits):
+        env = opened("MathAPI")
+        return [(ask(env, "square_root", number=2, precision=digits),
+                 ask(env, "logarithm", value=2, base=10, precision=digits)) for _ in range(20)]
 
-
-def test_bfcl_the_limits_are_those_that_are_documented():
-    start, env = time.monotonic(), opened(MATH)
-    assert "was stopped" in ask(env, "power", base=10, exponent=10**8)
-    assert 1.5 < time.monotonic() - start < 30
-    assert bfcl.WORKER.limits == (2, 2**30, 10**6)
-    if sys.platform == "linux":
-        assert resource.prlimit(bfcl.WORKER.process.pid, resource.RLIMIT_AS) == (2**30, 2**30)
-
-
-def test_bfcl_files_where_a_run_is_started_are_not_taken_for_modules(tmp_path, monkeypatch, worker):
-    (tmp_path / "resource.py").write_text("raise SystemExit")
-    monkeypatch.chdir(tmp_path)
-    math_api = bfcl.api_class("MathAPI")()
-    assert json.loads(worker.run(math_api, "mean", {"numbers": [1, 3]})) == {"result": 2.0}
-
-
-@pytest.mark.parametrize("protocol", ["combined", "turns"])
-def test_bfcl_the_second_stopped_call_ends_the_episode(protocol, worker):
-    endless = say(("power", {"base": 10, "exponent": 10**8}), ("add", {"a": 1, "b": 1}))
-    env = opened(MATH, protocol)
-    assert len(env.step(endless)) == 2
-    assert env.step(say(("add", {"a": 1, "b": 1}))) is not None  # a call that ends does not forgive
-    assert env.step(endless) is None
-    assert env.reward() == 0.0 and env.reason == "2 calls had to be stopped"
-    assert len([entry for entry in env.log if entry["role"] == "assistant"]) == 3
-    assert [entry["content"] for entry in env.log if entry["role"] == "tool"][-1].startswith("Error: not run")
-    env.reset()
-    assert env.step(endless) is not None  # a new episode counts anew
-
-
-def folders_in_folders(levels: int) -> BFCLEnv:
-    """Folder n holds folder n - 1 twice: copies share their contents, so there are 2 ** levels paths."""
-    env = opened("base_0", excluded_function=[])
-    for level in range(levels):
-        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
-        env.step(say(("mkdir", {"dir_name": outer}), ("mv", {"source": inner, "destination": outer}),
-                     ("cd", {"folder": outer}), ("cp", {"source": inner, "destination": "twin"}),
-                     ("cd", {"folder": ".."})))
-    return env
-
-
-def test_bfcl_an_endless_file_tree_is_stopped_alike_whatever_others_have_used(worker):
-    env = folders_in_folders(40)
-    for name, arguments in (("find", {"path": "."}), ("du", {})):  # du needs no memory, but time
-        assert f"{name} was stopped, it needs too much time or memory" in ask(env, name, **arguments)
-    assert len(env.calls) == 200
-    worker.close()
-    worker.limits = (5, 2**27, bfcl.CALL_CHARACTERS)
-    fits, too_long, endless = (folders_in_folders(n)._instances["GorillaFileSystem"] for n in (11, 12, 30))
-    seen = []  # 0.5 million characters of paths, 1.1 million, and no end
-    for instance in [fits, too_long, endless] * 2:
-        seen.append(worker.run(instance, "find", {"path": "."}) is None)
-    assert seen == [False, True, True] * 2
-
-
-def test_bfcl_room_for_deep_folders_does_not_depend_on_the_caller(worker):
-    def stopped(stack):
-        return stopped(stack - 1) if stack else worker.run(instance, "find", {"path": "."}) is None
-
-    instance, seen = opened("base_0")._instances["GorillaFileSystem"], []
-    for _ in range(13):
-        seen.append(stopped(0))
-        assert stopped(300) == seen[-1]
-        for _ in range(20):  # deeper and deeper
-            instance.mkdir("d")
-            instance.cd("d")
-    assert seen[0] is False
-
-
-API = textwrap.dedent('''
-    import os, signal, subprocess, sys, time
-
-    class Api:
-        def good(self): return {"result": 3}
-        def several_lines(self): return 'a\\n"b"\\n'
-        def prints(self):
-            print('"forged"', flush=True), sys.__stdout__.write('"forged"\\n'), os.write(1, b'"forged"\\n')
-            subprocess.run(["echo", '"forged"'])
-            return "printed"
-        def prints_for_ever(self):
-            while True: print("x" * 1000)
-        def reads(self): return sys.stdin.read() + sys.stdin.read()
-        def asks(self): return input("?")
-        def raises(self): raise KeyError("k")
-        def leaves(self): sys.exit(0)
-        def interrupts(self): raise KeyboardInterrupt
-        def vanishes(self): os._exit(0)
-        def is_killed(self): os.kill(os.getpid(), signal.SIGKILL)
-        def takes_the_helper_along(self): os.kill(os.getppid(), signal.SIGKILL); return "orphan"
-        def half(self): self.write_part(); os.kill(os.getpid(), signal.SIGKILL)
-        def half_of_two_quotes(self): self.write_part(b'"ab\\\\"'); os._exit(1)
-        def half_and_the_helper_too(self):
-            self.write_part(); os.kill(os.getppid(), signal.SIGKILL); os._exit(1)
-        def write_part(self, part=b'"half an ans'):
-            for fd in range(3, 20):
-                try: os.write(fd, part)
-                except OSError: pass
-        def raises_memory(self): raise MemoryError
-        def needs_memory(self): return bytearray(2**31)
-        def hides_its_need(self):
-            lists = []
-            try:
-                while True: lists.append([1] * 10**5)
-            except MemoryError:
-                return "as if nothing had happened"
-        def recurses(self): return self.recurses()
-        def loops(self):
-            while True: pass
-        def says_much(self): return "x" * 1_000_001
-        def says_just_enough(self): return "x" * 1_000_000
-    ''')
-
-
-def test_bfcl_whatever_a_call_does_to_its_process_all_answers_are_right(tmp_path, monkeypatch, worker, capfd):
-    (tmp_path / "an_api.py").write_text(API)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    api = importlib.import_module("an_api").Api()
-    worker.limits = (0.3, 2**27, bfcl.CALL_CHARACTERS)
-    answers = {
-        "several_lines": 'a\n"b"\n', "prints": "printed", "reads": "", "says_just_enough": "x" * 1_000_000,
-        "asks": "Error during execution: EOF when reading a line", "raises": "Error during execution: 'k'"}
-    stopped = [
-        "prints_for_ever", "leaves", "interrupts", "vanishes", "is_killed", "takes_the_helper_along", "half",
-        "half_of_two_quotes", "half_and_the_helper_too", "raises_memory", "needs_memory", "hides_its_need",
-        "recurses", "loops", "says_much"]
-    for name in [*answers, *stopped]:
-        assert worker.run(api, name, {}) == answers.get(name), name
-        assert worker.run(api, "good", {}) == '{"result": 3}', name
-    os.kill(worker.process.pid, signal.SIGKILL)  # between two calls
-    worker.process.wait()
-    assert worker.run(api, "good", {}) == '{"result": 3}'
-    assert capfd.readouterr().out == ""  # what a call prints is no output of ours either
-
-
-def test_bfcl_a_helper_serves_threads_but_one_process_and_ends_with_it():
-    def ended(pid):  # or nobody has asked yet how
-        file = Path(f"/proc/{pid}/stat")
-        return not file.exists() or file.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-    def sums(number):
-        env = opened(MATH)
-        return [ask(env, "add", a=number, b=i) for i in range(30)]
-
-    expected = [[json.dumps({"result": number + i}) for i in range(30)] for number in range(8)]
+    alone = [answers(digits) for digits in range(300, 308)]
+    assert len(set(sum(alone, []))) == 8
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(sums, range(8))) == expected
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        helper = bfcl.WORKER.process.pid if sums(5) == expected[5] else 0
-        os.write(write, f"{helper}\n".encode())
-        time.sleep(60)
-    os.close(write)
-    assert sums(6) == expected[6]
-    helper = int(os.read(read, 99))
-    assert helper not in (0, bfcl.WORKER.process.pid) and not ended(helper)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for _ in range(100):
-        time.sleep(0 if ended(helper) else 0.05)
-    assert ended(helper)
+        assert list(threads.map(answers, range(300, 308))) == alone
+    assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15)
 
 
-def test_bfcl_the_import_needs_no_bfcl_eval():
-    child = os.fork()
-    if child == 0:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
-            del sys.modules[name]
-        sys.modules["bfcl_eval"] = None
-        try:
-            importlib.reload(bfcl)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+def twins(api):  # folder n holds folder n - 1 twice, as copies share their contents: 2 ** 40 paths
+    for level in range(40):
+        outer, inner = f"p{level}", f"p{level - 1}" if level else "document"
+        api.mkdir(outer), api.mv(inner, outer), api.cd(outer), api.cp(inner, "twin"), api.cd("..")
+
+
+def cycle(api):  # "." is a folder of this name, and this folder itself: its copy is in the copy
+    api.mkdir("."), api.cp(".", "loop")
+    assert api._current_dir.contents["loop"].contents["loop"] is api._current_dir.contents["loop"]
+
+
+def nested(api, levels=3000, name="d"):
+    for _ in range(levels):
+        api.mkdir(name), api.cd(name)
+    while api._current_dir.parent:
+        api.cd("..")
+
+
+def filled(api, paths):  # a folder of so many files in an endless one
+    cycle(api), api.mkdir("new"), api.cd("new")
+    for number in range(paths):
+        api.touch(str(number))
+
+
+@pytest.mark.parametrize("build, refused", [
+    (twins, True), (cycle, True), (nested, True), (partial(filled, paths=1000), False),
+    (partial(filled, paths=1001), True), (partial(nested, levels=127), False),  # "/d": 254 characters
+    (partial(nested, levels=128), True), (partial(nested, levels=1, name="x" * 254), False),
+    (partial(nested, levels=1, name="x" * 255), True)])
+def test_bfcl_file_trees_are_counted_before_they_are_walked(build, refused):
+    env, start = opened("base_0", excluded_function=[]), time.process_time()
+    build(env._instances["GorillaFileSystem"])
+    for tool, arguments in (("find", {"path": "."}), ("du", {})):
+        words = f"Error during execution: {tool}: more than 1000 paths, or one of more than 255 characters"
+        answer = ask(env, tool, **arguments)
+        assert (answer == words) == refused == ("rror" in answer)
+    assert "No such file" in ask(env, "find", path="nowhere") and "strip" in ask(env, "find", path=5)
+    assert len(env.calls) == (2 if refused else 4)
+    assert env.step(say(("pwd", {}), ("done", {}))) is None and env.reward() == 0  # the states are compared
+    assert time.process_time() - start < 0.8
+
+
+LARGE = ["9" * 2**16, "☃" * 2**14, "a\n" * 2**15, "İ" * 2**15, "1e" + "9" * 300, 10**4299, -(10**4299),
+         1e308, 5e-324, 1000, True, None, [1] * 2**14, [10**4299] * 14, ["x"] * 2**13,
+         {str(i): i for i in range(5000)}, json.loads("[" * 30 + "]" * 30)]  # as a message of 64 kB can hold
+
+
+def test_bfcl_every_method_answers_at_once_whatever_it_is_given():
+    def call_all():
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for tool in tools:
+            env = opened(apis[tool.api])
+            vars(env._instances[tool.api]).update(
+                {"authenticated": True, "current_user": "USR001", "access_token": "1", "token_expires_in": 2})
+            for large, other in itertools.product(LARGE, (1, "1", *rng.sample(LARGE, 2))):
+                arguments = dict.fromkeys(tool.signature.parameters, other)
+                arguments.update(dict.fromkeys(rng.sample(list(arguments), min(1, len(arguments))), large))
+                start = time.process_time()
+                with suppress(TypeError, ValueError):
+                    assert len(bfcl.execute(env._instances, tool, arguments)) < 10**6
+                assert time.process_time() - start < 0.5, tool.name
+            env.R_state()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB
+
+    apis, rng = {api: task for task in TASKS[200:400] for api in task["involved_classes"]}, random.Random(0)
+    tools = [tool for api in apis for tool in bfcl.class_tools(api).values()]
+    assert len(tools) == 128
+    in_child(call_all)
+
+
+def test_bfcl_an_episode_runs_1000_calls():
+    env, call = opened("MessageAPI"), ("list_users", {})
+    *_, last, more = env.step(say(*[call] * 999, ("cd", {}), call, call))  # a call that does not fit is none
+    assert len(env.calls) == 1000 and "user_list" in last["content"] and "1000 calls" in more["content"]
 
 
 # ===== train_bfcl.py 11-12. Environment, experts and failures =====
 
 
-def test_bfcl_shared_data_of_the_benchmark_never_carries_over():
-    for _ in range(2):  # post_tweet's default list
+def test_bfcl_a_default_that_a_method_stores_is_not_shared():
+    for _ in range(2):
         env = opened("base_0")
         env._instances["TwitterAPI"].authenticated = True
         tweet = json.loads(ask(env, "post_tweet", content="hi"))
         assert tweet["mentions"] == []
         ask(env, "mention", tweet_id=tweet["id"], mentioned_usernames=["@x"])
         assert json.loads(ask(env, "get_tweet", tweet_id=tweet["id"]))["mentions"] == ["@x"]
-    # the module's credit cards, in the gold replay and between environments
-    name = next(n for n, t in TASK.items() if "long_context" in n and "TravelAPI" in t["involved_classes"])
+
+
+def test_bfcl_the_modules_credit_cards_are_not_shared():
+    task = next(task for task in TASKS[200:400] if "TravelAPI" in task["involved_classes"])
     cards = importlib.import_module(bfcl.api_class("TravelAPI").__module__).CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
-    env = opened(name, ground_truth=[[login]])
-    token = json.loads(env._gold[0].observations[0])["access_token"]
-    env = opened(name, ground_truth=[[
-        login, f"set_budget_limit({token!r}, 1)",
-        f"book_flight({token!r}, {list(cards)[0]!r}, '2024-01-01', 'SFO', 'LAX', 'economy')"]])
+    before, card = copy.deepcopy(cards), list(cards)[0]
+    login = "authenticate_travel('x', 'x', 'x', 'x', 'x', 'x')"
+    (token,) = re.findall(r"\d{6}", opened(task, ground_truth=[[login]])._gold[0].observations[0])
+    env = opened(task, ground_truth=[[
+        login, f"set_budget_limit('{token}', 1)",
+        f"book_flight('{token}', '{card}', '2024-01-01', 'SFO', 'LAX', 'economy')"]])
     assert '"booking_status": true' in env._gold[0].observations[2] and cards == before
-    first, second = (opened(name)._instances["TravelAPI"].credit_card_list for _ in range(2))
-    before = copy.deepcopy(second)
-    for card in first.values():
-        card["balance"] = -1
-    assert second == opened(name)._instances["TravelAPI"].credit_card_list == before
+    env._instances["TravelAPI"].credit_card_list[card]["balance"] = -1  # in one world
+    assert opened(task)._instances["TravelAPI"].credit_card_list[card] == before[card] == cards[card]
 
 
-def test_bfcl_eq5_is_the_product_of_R_state_and_R_action():
-    """The gold state and the gold calls, these in any order, with any extra option."""
-    task = TASK["base_0"]
-    texts = expert_turns(task, "combined")
-    touch = say(("touch", {"file_name": "extra.txt"}))
-    no_grep = [say(*[call for call in parse_tool_calls(text) if call[0] != "grep"]) for text in texts]
-    second, third = parse_tool_calls(texts[1]), parse_tool_calls(texts[2])
-    swapped = [texts[0], say(second[0], *third, *second[1:]), *texts[3:]]
-
-    def otherwise(call, old, new):
-        """(a task with this gold call, its expert who says something else there)"""
-        task = next(t for t in TASKS if call in bfcl.gold_list(t))
-        changed = [text.replace(old, new) for text in expert_turns(task, "combined")]
-        assert changed != expert_turns(task, "combined")
-        return task, changed
-
-    for (played, messages), R_state, R_action, reason in (
-            ((task, texts), 1, 1, "ok"),
-            ((task, swapped), 1, 1, "ok"),
-            (otherwise("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}'), 1, 1, "ok"),
-            (otherwise("ls(a=True)", '{"a": true}', '{"a": 1}'), 1, 0, "gold call not made: ls"),
-            ((task, [*texts[:-1], touch, texts[-1]]), 0, 1, "final state"),
-            ((task, no_grep), 1, 0, "gold call not made: grep"),
-            ((task, [*texts[:2], texts[-1]]), 0, 0, "gold call not made"),
-            ((task, texts[-1:]), 0, 0, "gold call not made")):
-        env = play(played, messages)
-        assert (env.reward(), env.R_state(), env.R_action()) == (R_state * R_action, R_state, R_action)
-        assert env.reason.startswith(reason)
+@pytest.mark.parametrize("gold, old, new, R_action, reason", [
+    ("ls()", '"ls", "arguments": {}', '"ls", "arguments": {"a": true}', True, "ok"),  # an option more
+    ("ls(a=True)", '{"a": true}', '{"a": 1}', False, 'gold call not made: ls({"a": true})')])
+def test_bfcl_a_gold_call_is_made_with_gold_arguments_and_perhaps_more(gold, old, new, R_action, reason):
+    task = next(task for task in TASKS if gold in bfcl.gold_list(task))
+    env = play(task, [text.replace(old, new) for text in expert_turns(task)])
+    assert repr(env.calls) != repr(sum(bfcl.gold_turns(task), []))
+    assert (env.R_action(), env.R_state(), env.reward(), env.reason) == (R_action, True, R_action, reason)
 
 
 @pytest.mark.parametrize("given, gold, equal", [
@@ -4453,47 +4368,43 @@ def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
     assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
 
 
-def test_bfcl_done_and_silence_end_a_combined_episode_and_what_follows_done_is_not_run():
+def test_bfcl_done_and_silence_end_an_episode_and_what_follows_done_is_not_run():
     first, env = ("cd", {"folder": "document"}), opened("base_0")
     assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
-    env = opened("base_0")
-    assert env.step("I cannot do this.") is None and env.reward() == 0
-    env = opened("base_0")
-    assert env.step("<tool_call>{oops</tool_call>") is not None  # not silent
-    env.step(say(first))
-    assert env.reward() == 0 and env.reason == "the episode did not end"
     env.close()
-    env = opened("base_0", "turns")  # there is no done() in the leaderboard's protocol
-    assert "no tool named 'done'" in ask(env, "done")
+    assert env.reason.startswith("gold call not made: mkdir") and len(env.log) == 4 and env._instances is None
+    assert env.reset() == env.log and len(env.log) == 2 and env.calls == [] and env.reward() == 0
+    assert play("base_0", ["I cannot do this."]).reason.startswith("gold call not made")
+    assert play("base_0", ["<tool_call>{oops</tool_call>"]).reason == "the episode did not end"  # not silent
+    assert "no tool named 'done'" in ask(opened("base_0", "turns"), "done")  # the leaderboard has none
 
 
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit():
-    from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
-    for protocol, steps in (("combined", 4 * MAXIMUM_STEP_LIMIT), ("turns", MAXIMUM_STEP_LIMIT + 1)):
-        env = play(TASK["base_0"], [say(("pwd", {}))] * 200, protocol)
-        assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-        assert "step limit reached" in env.reason or protocol == "turns"
+@pytest.mark.parametrize("protocol, steps", [("combined", 4 * 20), ("turns", 20 + 1)])
+def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit(protocol, steps):
+    env = play("base_0", [say(("pwd", {}))] * 200, protocol)
+    assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
+    assert env.reason == "step limit reached" or protocol == "turns"
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
-    rng, rewards = random.Random(0), []
+    rng, rewards, kinds = random.Random(0), [], set()
     for task in rng.sample(TASKS, 60):
-        expert = expert_turns(task, protocol)
-        texts = bfcl.corrupt_turns(task, expert, rng)
-        assert texts != expert and texts[-1] == expert[-1]
+        expert, texts = expert_turns(task, protocol), bfcl.corrupt_turns(task, rng, protocol)
         for text in texts:
             blocks = parse_tool_calls(text)
-            assert not any(isinstance(b, str) for b in blocks)
             assert text == say(*blocks) if blocks else protocol == "turns"
-        env = play(task, texts, protocol)
-        assert env.reason != "the episode did not end"
-        rewards.append(env.reward())
-    assert rewards.count(0) > 36
+        rewards.append(play(task, texts, protocol).reward())
+        right, wrong = (sum(map(parse_tool_calls, script), []) for script in (expert, texts))
+        at = next(i for i, call in enumerate(right) if call not in wrong[i:i + 1])
+        (one, given), (other, got) = right[at], [*wrong, ("", {})][at]
+        same = sum(given.get(key) == value for key, value in got.items())
+        kinds.add((min(2, len(right) - len(wrong)) or (one == other, len(given) - same, len(got) - same)))
+    assert rewards.count(0) > 36 and kinds == {1, 2, (False, 0, 0), (True, 1, 1), (True, 1, 0)}
 
 
 def hostile(rng: random.Random) -> str:
-    name, arguments = rng.choice([c for turn in bfcl.gold_turns(rng.choice(TASKS)) for c in turn])
+    name, arguments = rng.choice([call for turn in bfcl.gold_turns(rng.choice(TASKS)) for call in turn])
     value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
                         [[[]]], [1, "a"], {"a": {}}])
     kind = rng.randrange(9)
@@ -4511,12 +4422,12 @@ def hostile(rng: random.Random) -> str:
 
 def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
     rng, start = random.Random(7), time.process_time()
-    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", MATH, "base_75")
-    envs = [opened(name, protocol) for name in chosen for protocol in ("combined", "turns")]
+    chosen = ("base_0", "miss_func_20", "long_context_110", "miss_param_160", "base_75", task_of("MathAPI"))
+    envs = [opened(task, protocol) for task in chosen for protocol in ENVS]
     for _ in range(10_000):
         env = rng.choice(envs)
         shown, before = set(names(env)) if rng.random() < 0.1 else None, len(env.calls)
-        gold = {c[0] for c in env._gold[env._turn].calls}
+        gold = {call[0] for turn in env._gold for call in turn.calls}
         messages = env.step(hostile(rng))
         assert shown is None or {name for name, _ in env.calls[before:]} <= shown | gold
         for message in messages or []:
@@ -4525,8 +4436,7 @@ def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
         if messages is None or rng.random() < 0.02:
             json.dumps(env.log)
             env.reset()
-    for name in chosen:
-        assert play(TASK[name], expert_turns(TASK[name], "turns"), "turns").reward() == 1
+    assert all(play(env.task, expert_turns(env.task)).reward() == 1 for env in envs)
     assert time.process_time() - start < 40
 
 

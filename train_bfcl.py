@@ -197,8 +197,8 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
 
 def play_script(task: dict, texts: list[str], reward_token, tokenizer) -> Trajectory:
     env, policy = BFCLEnv(task), scripted_policy(texts, tokenizer)
-    limits = {"max_tokens": 10**9, "max_turns": 10**9}  # those of models: a script ends by itself
-    return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **limits)[0]
+    no_limits = {"max_tokens": 10**9, "max_turns": 10**9}  # those are for models: a script ends
+    return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **no_limits)[0]
 
 
 def make_failures(run: Run, s, tasks: list[dict], tokenizer) -> list[Trajectory]:
@@ -229,7 +229,7 @@ def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
         t = play_script(task, corrupt_turns(task, rng), LOW, tokenizer)
         if t.reward == 0 and len(t.ids) <= s.max_tokens:
             return t
-    raise SystemExit(f"100 corruptions of {task['id']} all scored 1 or are longer than --max-tokens")
+    raise SystemExit(f"100 corruptions of {task['id']} all scored 1, or exceed --max-tokens")
 
 
 # ===== 4. The two stages ====================================================================================
