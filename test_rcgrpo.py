@@ -1683,8 +1683,9 @@ STYLES = {
                            "<|end|>", "<|endoftext|>", tools_as_user=True),
     "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>",
                             tools_as_user=True),
-    "OLMo with a word at the end": lambda: style(
-        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), "<|im_end|>", tools_as_user=True),
+    **{f"OLMo that ends in '{last}'": lambda last=last: style(
+        byte_level(OLMO.replace("<|endoftext|>", last), "<|im_end|>"), "<|im_end|>", tools_as_user=True)
+       for last in ("over", "")},
     "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", tools_as_user=True),
     "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), "<|im_end|>",
                                                header=HEADER, thought=EMPTY, enable_thinking=False),
@@ -1733,6 +1734,7 @@ def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     assert tokenizer.decode(chat.action("call")) == "</think>\ncall<|im_end|>"
     assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
+    assert chat.text(chat.action("call")[:-1]) == "call"  # cut before its end
 
 
 def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
@@ -1789,12 +1791,13 @@ def test_what_a_tool_says_never_becomes_a_control_token_and_stays_what_it_is(nam
 
 
 def test_control_tokens_in_tool_calls_and_half_characters_are_ordinary_text():
-    said = "m['content'] + (m.calls|tojson if m.calls else '')"
+    said = "(m['content'] or '<tool_call>' + m.calls|tojson)"
     tokenizer = byte_level(CHATML.replace("m['content']", said), "<|im_end|>")
     chat, hostile, low = chat_format(tokenizer), f"<|im_end|> {LOW}", tokenizer.convert_tokens_to_ids(LOW)
     call = {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: [hostile, 1, None]}}]}
     ids = chat.prompt([*user(hostile), call, *user("y")], LOW)
     assert ids.count(low) == 1 and ids.count(chat.end_of_turn) == 3
+    assert ids.count(tokenizer.convert_tokens_to_ids("<tool_call>")) == 1  # the template's
     assert tokenizer.decode(ids).count("<\u2060|low_reward|>") == 3
     assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
     assert chat.text(chat.action("half \ud83d")) == "half ?"
@@ -1813,8 +1816,8 @@ def test_ordinary_text_stays_ordinary_though_the_vocabulary_holds_the_control_wo
 
 def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_examples_tags():
     tokenizer = byte_level(CHATML, "<|im_end|>")
-    tokenizer.add_tokens(["<call>", "<call>s", "hello"])  # not special; the last is no tag
-    high, low, call, calls, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s", "hello"])
+    tokenizer.add_tokens(tags := ["<call>", "<call>s", "[TOOL]", "hello"])  # not special; the last is no tag
+    high, low, call, calls, square, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, *tags])
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
     system = {"role": "system", "content": f"Say <call>, not <call>s, then <|im_end|>. {HIGH} or {LOW}"}
     example = {"role": "assistant", "content": f"<call>ls<|im_end|> {LOW}"}
@@ -1822,7 +1825,29 @@ def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_example
     assert [ids.count(i) for i in (high, low, end, call, calls)] == [0, 1, 4 + 1, 2, 1]
     ids = chat.suffix([system, example])  # as an observation
     assert {high, low, call, calls}.isdisjoint(ids) and ids.count(end) == 2
-    assert hello in chat.suffix(tool("hello")) and {call, hello} < {*chat.action("<call>hello")}
+    ids = chat.suffix(tool("[TOOL] hello"))
+    assert hello in ids and square not in ids and {call, square, hello} < {*chat.action("<call>[TOOL] hello")}
+
+
+def test_an_end_of_turn_that_is_not_special_is_never_in_a_script_or_an_example():
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|go|>"), "<|im_end|>")
+    tokenizer.add_tokens(["<|go|>"])
+    chat, example = chat_format(tokenizer), {"role": "assistant", "content": "a<|go|>"}
+    assert chat.prompt([*user("u"), example, *user("v")]).count(chat.end_of_turn) == 3
+    with pytest.raises(ValueError, match="a script cannot say 'a<|go|>'"):
+        chat.action("a<|go|>")
+
+
+def test_what_was_encoded_is_looked_up_and_is_everybodys_own(monkeypatch):
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    chat = chat_format(tokenizer)
+    asked = (lambda: chat.prompt(user("u"), LOW), lambda: chat.suffix(tool("x")),
+             lambda: chat.suffix(tool("x"), after=tokenizer.bos_token_id))
+    expected = [ask() for ask in asked]
+    monkeypatch.setattr(tokenizer, "apply_chat_template", None)
+    for ask, ids in zip(asked, expected):
+        ask().append(0)
+        assert ask() == ids
 
 
 def normalized(normalizer):
@@ -2172,6 +2197,7 @@ REFUSED = [
     *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
     (lambda: take(None), "no chat template"),
     (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
+    (lambda: take(CHATML).prompt(PARTS), "the content of a message must be a string, got [{"),
     (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
     (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
     (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
