@@ -796,7 +796,8 @@ class CheckedEnv:
         return self._ask("reward", checked_reward)
 
     def close(self):
-        self._ask("close", lambda answer: None) if hasattr(self.env, "close") else None
+        if hasattr(self.env, "close"):
+            self._ask("close", lambda answer: None)
 
     def _ask(self, method, checked, *arguments):
         try:
