@@ -2392,371 +2392,268 @@ def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
 
 
 TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
-            "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4", "--jobs", "1"]
+            "--max-new-tokens", "2", "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4",
+            "--jobs", "1"]
+FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
+FORKS.set_forkserver_preload([__name__])
 
 
 def weight(model):
     return model.model.norm.weight.detach()[0].item()
 
 
-def record_toy(out, *flags):
-    """What a run gave to the functions that it calls: {what: [(part of the run, value), ...]}.
+def record_toy(out, *flags, arms=("sft+grpo", "rctp+rc-grpo+hindsight")):
+    """What a run of these arms gives to the functions of rcgrpo: {what: [(arm or stage, value), ...]}.
 
-    The two steps, the groups shown and greedy rollouts are stand-ins. A step adds 1 to a weight of the model,
-    so that it can be seen which model was used when; the more it was trained, the more tasks it solves.
+    The steps are stand-ins that add 1 to a weight of the model: so it can be seen which model was used when.
     """
-    seen, part = {}, ["shown"]
+    args, seen, part = toy_env.parse_arguments([*TINY_TOY, *flags, "--out", str(out)])[0], {}, [None]
+    real = rcgrpo.rollout
 
     def note(**values):
         for what, value in values.items():
-            seen.setdefault(what.replace("_", " "), []).append((part[-1], value))
+            seen.setdefault(what, []).append((part[0], value))
 
-    def train(model, optimizer, stage):
+    def trained(model, optimizer):
         (group,) = optimizer.param_groups
-        note(**{f"stage {stage} lr": group["lr"], f"stage {stage} decay": group["weight_decay"]})
+        note(lr=group["lr"], decay=group["weight_decay"])
         assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
         model.model.norm.weight.data += 1
 
-    def rctp_step(model, optimizer, trajectories, tokens_per_pass):
-        note(stage_1_weight=weight(model), stage_1_batch=len(trajectories),
-             stage_1_tokens={t.reward_token for t in trajectories}, stage_1_tokens_per_pass=tokens_per_pass)
-        train(model, optimizer, 1)
+    def rctp(model, optimizer, trajectories, tokens_per_pass):
+        note(batch=len(trajectories), tokens_per_pass=tokens_per_pass,
+             labels={t.reward_token for t in trajectories})
+        trained(model, optimizer)
         return {"loss": 0.0}
 
-    def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits,
-                    **given):
-        note(**given, tasks=tasks, weights=(weight(model), weight(ref_model)),
-             policy=(policy.temperature, policy.max_new_tokens, policy.model is model, limits),
-             random_numbers=(generator.initial_seed(), policy.generator.initial_seed()))
-        assert generator is not policy.generator
-        train(model, optimizer, 2)
-        keys = ("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low")
-        return dict.fromkeys(keys, 0.5), []
+    def step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, **given):
+        note(tasks=tasks, weights=(weight(model), weight(ref_model)), **given,
+             sampled=(policy.temperature, policy.max_new_tokens, policy.model is model),
+             seeds=(generator.initial_seed(), policy.generator.initial_seed()))
+        trained(model, optimizer)
+        return {"reward": 0.5}, [f"rollouts of {len(seen['tasks'])}"]
 
-    def greedy(envs, reward_tokens, policy, tokenizer, max_turns):
+    def hindsight(model, optimizer, rollouts, tokenizer, tokens_per_pass):
+        note(hindsight=(rollouts, weight(model), tokens_per_pass))
+        return {"loss": 0.25, "count": 3}
+
+    def greedy(envs, reward_tokens, policy, tokenizer, **limits):
         if not hasattr(policy, "temperature"):  # a script: for real
-            return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)
-        at = weight(policy.model)
-        note(evaluation=(policy.temperature, policy.max_new_tokens, set(reward_tokens), at, max_turns),
-             evaluation_tasks=[env.task for env in envs])
-        return [Trajectory([0], [0], reward=float(n < at - 2)) for n in range(len(reward_tokens))]
+            return real(envs, reward_tokens, policy, tokenizer, **limits)
+        envs = list(envs)
+        note(tested=[env.task for env in envs],
+             test=(policy.temperature, policy.max_new_tokens, {*reward_tokens}, weight(policy.model), limits))
+        return [Trajectory([0], [0], reward=float(n < 1)) for n in range(len(envs))]
 
-    def groups(tasks, make_env, policy, tokenizer, generator, **given):
-        seeds = generator.initial_seed(), policy.generator.initial_seed()
-        note(shown=(tasks, (policy.temperature, policy.max_new_tokens, weight(policy.model)), seeds, given))
-        return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
-
-    def begin(args, seed, name, log):
-        part.append((seed, name))
-
-    stand_ins = {
-        "rctp_step": rctp_step, "rcgrpo_step": rcgrpo_step, "rollout": greedy, "collect_groups": groups,
-        "load": noting(lambda args, seed, weights=None: weights or note(base_model=seed), toy_env.load),
-        "demonstrate": noting(lambda tasks, *_, **__: note(demonstrations=tasks), toy_env.demonstrate),
-        "fine_tune": noting(begin, toy_env.fine_tune), "reinforce": noting(begin, toy_env.reinforce),
-        "plot": lambda runs, path: None}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, stand_in in stand_ins.items():
-            monkeypatch.setattr(toy_env, name, stand_in)
-        toy_env.main([*TINY_TOY, *flags, "--out", str(out)])
-    summary = json.loads((out / "summary.json").read_text())["arms"]
-    seen["summary"] = [(arm, (n["success_before"], n["success_after"])) for arm, n in summary.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in {"rctp_step": rctp, "rcgrpo_step": step, "hindsight_step": hindsight,
+                               "rollout": greedy}.items():
+            patch.setattr(rcgrpo, name, stand_in)
+        out.mkdir(exist_ok=True)
+        for arm in arms:
+            part[0] = arm.split("+")[0]
+            tuned = toy_env.fine_tune(args, args.seed, part[0])
+            part[0] = arm
+            seen[f"lines of {arm}"] = toy_env.reinforce(args, args.seed, arm, tuned)
     return seen
 
 
 @pytest.fixture(scope="module")
 def toy_record(tmp_path_factory):
+    return record_toy(tmp_path_factory.mktemp("toy"), arms=list(toy_env.ARMS))
+
+
+@pytest.fixture(scope="module")
+def toy_pair(tmp_path_factory):
     return record_toy(tmp_path_factory.mktemp("toy"))
 
 
-def test_toy_every_arm_is_given_its_own_models_reward_tokens_and_temperatures(toy_record):
-    def by_arm(what):
-        return {arm: [value for part, value in toy_record[what] if part[1] == arm] for arm in toy_env.ARMS}
+def of_arms(record, what):
+    return {arm: [value for part, value in record[what] if part == arm] for arm in toy_env.ARMS}
 
-    def values(what):
-        return [value for _, value in toy_record[what]]
 
-    assert {arm: set(given) for arm, given in by_arm("p").items()} == {
-        "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
-    assert all(len({*seeds}) == 2 for seeds in values("random numbers"))  # reward tokens and draws
-    tuned = 3.0  # the weight: 1, and two steps of stage 1
-    assert values("stage 1 weight") == [1.0, 2.0] * 2
-    for arm, evaluations in by_arm("evaluation").items():  # greedy, after 0, 10 and 11 updates
-        own = {None} if arm == "sft+grpo" else {HIGH}
-        expected = [(0, 8, own, tuned + updates, 8) for updates in (0, 10, 11)]
-        if arm == "sft+rc-grpo":  # before and after also without a token
-            expected[1:1] = [(0, 8, {None}, tuned, 8)]
-            expected.append((0, 8, {None}, tuned + 11, 8))
-        assert evaluations == expected
-        assert by_arm("weights")[arm] == [(tuned + n, tuned) for n in range(11)]  # of the model, of pi_ref
-        assert by_arm("policy")[arm] == [(1.0, 8, True, {"max_turns": 8})] * 11
-    assert dict(toy_record["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
-    assert {decay for stage in (1, 2) for decay in values(f"stage {stage} decay")} == {0}
-    tokens = {init: set().union(*(value for (_, part), value in toy_record["stage 1 tokens"] if part == init))
+def test_toy_every_arm_has_its_own_reward_tokens_at_the_rollouts_and_at_the_test(toy_record):
+    assert {arm: set(given) for arm, given in of_arms(toy_record, "p").items()} == {
+        "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5},
+        "rctp+rc-grpo+hindsight": {0.5}, "rctp+grpo+hindsight": {1.0}}
+    labels = {init: set().union(*(value for part, value in toy_record["labels"] if part == init))
               for init in ("sft", "rctp")}
-    assert tokens == {"sft": {None}, "rctp": {HIGH, LOW}}
-    (test, *others), demonstrated = values("evaluation tasks"), values("demonstrations")[0]
-    assert len(test) == 4 and all(tasks == test for tasks in others)
-    large = list(filter(brought_large, test))
-    common = {"G": 3, "stratified": False, "max_turns": 8}
-    assert [(tasks, at, given) for tasks, at, _, given in values("shown")] == [
-        (large, (1.0, 8, tuned), {**common, "p": p}) for p in (None, 0.5)]
-    # one is large in half of the test and of reinforcement learning, and none in the demonstrations
-    drawn = [task for tasks in values("tasks") for task in tasks]
+    assert labels == {"sft": {None}, "rctp": {HIGH, LOW}}
+    for arm, tests in of_arms(toy_record, "test").items():  # greedy, after 0, 10 and 11 updates of 1, tuned 3
+        own = {None} if arm == "sft+grpo" else {HIGH}
+        assert tests == [(0, 2, own, 3.0 + n, {"max_turns": 8}) for n in (0, 10, 11)]
+        assert of_arms(toy_record, "weights")[arm] == [(3.0 + n, 3.0) for n in range(11)]  # theta and pi_ref
+
+
+def test_toy_rollouts_are_sampled_by_the_trained_model_at_temperature_one_half(toy_record):
+    assert {value for _, value in toy_record["sampled"]} == {(0.5, 2, True)}
+    assert all(len({*seeds}) == 2 for _, seeds in toy_record["seeds"])  # of reward tokens and of draws
+    assert {decay for _, decay in toy_record["decay"]} == {0}
+
+
+def test_toy_hindsight_learns_each_steps_rollouts_after_it_and_in_its_arms_alone(toy_record):
+    for arm, steps in of_arms(toy_record, "hindsight").items():
+        assert [at for _, at, _ in steps] == [4.0 + n for n in range(11 if "hindsight" in arm else 0)]
+        assert all("hindsight_count" in line for line in toy_record[f"lines of {arm}"][:11]) == bool(steps)
+    assert len({rollouts[0] for _, (rollouts, *_) in toy_record["hindsight"]}) == 22
+
+
+def test_toy_one_item_is_large_in_half_of_the_tasks_but_in_no_demonstration(toy_record):
+    args, _ = toy_env.parse_arguments(TINY_TOY)
+    demonstrated, test, _ = toy_env.draw_tasks(args, 0)
+    drawn = [task for _, tasks in toy_record["tasks"] for task in tasks]
+    assert all(tasks == test for _, tasks in toy_record["tested"])
     shares = [len(list(filter(brought_large, tasks))) / len(tasks) for tasks in (demonstrated, test, drawn)]
     assert shares == [0, 0.5, 0.5]
 
 
-def test_toy_held_out_tasks_are_held_out(monkeypatch):
-    """No random number of a seed is drawn twice, so none of its tasks is."""
-    args, drawn = toy_env.parse_arguments([])[0], []
-    monkeypatch.setattr(toy_env, "rcgrpo_step", noting(
-        lambda *given, **_: drawn.extend(map(str, given[3])), lambda *_, **__: ({}, [])))
-    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
-    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
-    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
-    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
+def test_toy_held_out_tasks_are_held_out(tmp_path):
+    flags = "--seed 3 --steps 80 --demonstrations 600 --test-tasks 200 --tasks-per-step 8".split()
+    record = record_toy(tmp_path, *flags, arms=["sft+grpo"])
+    drawn = [str(task) for _, tasks in record["tasks"] for task in tasks]
+    demonstrated, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(["--seed", "3"])[0], 3)
     assert len(drawn) == 640 and not set(drawn) & set(map(str, demonstrated + test))
 
 
 @pytest.mark.parametrize("flags, changed", [
-    ("--beta 0.07", "beta"),
-    ("--lr 0.007", "stage 2 lr"),
-    ("--stage1-lr 0.007", "stage 1 lr"),
-    ("--p-high 0.3", "p, shown"),
-    ("--stratified", "stratified, shown"),
-    ("--ratio trajectory", "ratio"),
-    ("--group-size 4", "G, shown"),
-    ("--batch 4", "stage 1 batch"),
-    ("--tokens-per-pass 99", "tokens per pass, stage 1 tokens per pass"),
-    ("--max-new-tokens 9", "policy, evaluation, shown"),
-    ("--tasks-per-step 3", "tasks"),
-    ("--demonstrations 7", "demonstrations, evaluation tasks, shown"),
-    ("--test-tasks 6", "evaluation tasks, shown, summary"),
-    ("--seed 1", "base model, demonstrations, tasks, evaluation tasks, random numbers, shown"),
-    ("--steps 12", "lengths of stage 2"),
-    ("--stage1-steps 3", "lengths of stage 1"),
+    ("--beta 0.07", "beta"), ("--lr 0.007", "lr"), ("--stage1-lr 0.007", "lr"), ("--p-high 0.3", "p"),
+    ("--stratified", "stratified"), ("--ratio trajectory", "ratio"), ("--group-size 4", "G"),
+    ("--batch 4", "batch"), ("--tokens-per-pass 99", "tokens_per_pass, hindsight"),
+    ("--temperature 0.7", "sampled"), ("--max-new-tokens 9", "sampled, test"),
+    ("--tasks-per-step 3", "tasks"), ("--demonstrations 7", "tested"), ("--test-tasks 6", "tested"),
+    ("--seed 1", "tasks, tested, seeds"),
 ])
-def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_record, tmp_path):
-    def values(record):  # without the names of the parts, which tell the seed
-        return {what: [value for _, value in entries] for what, entries in record.items()}
-
-    before, after = values(toy_record), values(record_toy(tmp_path, *flags.split()))
-    differ = {what for what in before | after if before.get(what) != after.get(what)}
-    if "lengths" in changed:
-        more = [len(after[what]) - len(before[what]) for what in ("stage 1 lr", "stage 2 lr")]
-        assert more == {"--stage1-steps 3": [2, 0], "--steps 12": [0, 4]}[flags]
-    else:
-        by_chance = {"stage 1 tokens"}  # of batches drawn at random
-        assert differ | by_chance == set(changed.split(", ")) | by_chance
+def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_pair, tmp_path):
+    before, after = (dict(record) for record in (toy_pair, record_toy(tmp_path, *flags.split())))
+    for record in (before, after):  # by chance: labels of a batch
+        record.pop("labels")
+    differ = {what for what in before if "lines" not in what and before[what] != after[what]}
+    assert differ == set(changed.split(", "))
 
 
-FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
-FORKS.set_forkserver_preload([__name__])
-
-
-def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
-    def metrics(folder):
-        lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
-        return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
-
-    flags = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
-    one, two = ["--out", str(tmp_path / "one")], ["--out", str(tmp_path / "two")]
-    toy_env.main([*flags, *one])
-    screen = capsys.readouterr().out
+def test_toy_gives_the_same_in_one_process_and_two_and_writes_and_shows_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)
-    toy_env.main([*flags, *two, "--jobs", "2"])
-    lines, summary = metrics("one"), json.loads((tmp_path / "one/summary.json").read_text())
-    assert (tmp_path / "one/toy.png").exists() == bool(importlib.util.find_spec("matplotlib"))
-    assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
-    assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
-    assert list(summary["arms"]) == list(toy_env.ARMS)
-    keys = {"success": "success", "sigma": "sigma", "zero_std": "zero_std", "sigma2": "sigma2",
-            "floor": "sigma2_floor", "reward_high_minus_low": "reward_high_minus_low"}
+    flags, runs, screens = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--p-high", "0.4"], [], []
+    for jobs in ("1", "2", "2"):  # the second run with two jobs overwrites the first
+        out = tmp_path / jobs
+        toy_env.main([*flags, "--jobs", jobs, "--out", str(out)])
+        lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        lines = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+        runs.append(sorted(map(json.dumps, lines)))
+        screens.append(capsys.readouterr().out.rpartition("\n\n")[0])
+    summary = json.loads((tmp_path / "1" / "summary.json").read_text())
+    assert runs[0] == runs[1] == runs[2] and len(lines) == 2 * (2 * 2 + 5 * 3)
+    assert screens[0] == screens[1] == screens[2] and summary["seeds"] == [0, 1] and summary["seconds"] > 0
+    assert list(summary["arms"]) == list(toy_env.ARMS)[:5]
     for (arm, numbers), seed in itertools.product(summary["arms"].items(), (0, 1)):
         curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
-        assert [line["step"] for line in curve if "success" in line] == [0, 2]
-        for name, key in keys.items():
-            first, last = ("before", "after") if name == "success" else ("first", "last")
-            values = [line[key] for line in curve if key in line]
-            ends = [numbers[f"{name}_{end}"][seed] for end in (first, last)]
-            assert ends == [values[0], values[-1]]
-        assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
-
-    # the screen: two groups, then anything else; the table, the curves, three sentences and two on the seeds
-    groups, _, table = screen.partition("Success:")
+        success = [line["success"] for line in curve if "success" in line]
+        assert [numbers[f"success_{name}"][seed] for name in ("before", "after", "mean")] == [
+            success[0], success[-1], pytest.approx(np.mean(success))]
+        for name in ("sigma", "zero_std", "sigma2", "sigma2_floor"):
+            values = [line[name] for line in curve if name in line]
+            assert [numbers[f"{name}_{end}"][seed] for end in ("first", "last")] == [values[0], values[-1]]
+    groups, _, table = screens[0].partition("success: ")
     rows = re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)
     assert len(rows) == 6 and rows[:3] == ["none"] * 3 and set(rows[3:]) <= {"high", "low"}
-    assert len(re.findall(r"mu_g = .*sigma_g = .*\n  \(sigma_g = 0 in \d of 2 groups", groups)) == 2
-    assert groups.rindex("  A = ") < groups.index("held-out success")
-    for arm in toy_env.ARMS:
-        token = "none" if arm == "sft+grpo" else "high"
-        assert re.search(rf"^{re.escape(arm)} +{token} ", table, re.M)
-        assert len(re.findall(rf"^  {re.escape(arm)} +reward token {token} \|", table, re.M)) == 2
-    assert re.search(r"^  the same +none ", table, re.M)
-    sentences = table.strip().split("\n\n")[-2].split("\n")
-    assert len(sentences) == 5 and sentences[3].startswith("Of 2 seeds end above .9: SFT+GRPO 0, ")
-
-    # what is finished is kept with --resume, and only then; other settings and damaged files are refused
-    ran = []
-    monkeypatch.setattr(toy_env, "reinforce", noting(
-        lambda args, seed, name, log: ran.append((seed, name, (args.out / "summary.json").exists())),
-        toy_env.reinforce))
-    lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
-    lost.unlink()
-    shutil.rmtree(tmp_path / "two" / "seed-0" / "sft+grpo")  # a model, of which the metrics are there
-    toy_env.main([*flags, *two, "--resume"])
-    assert ran == [(0, "sft+grpo", True), (1, "rctp+grpo", True)] and metrics("two") == lines
-    toy_env.main([*flags, *two, "--resume", "--seed", "1", "--seeds", "1", "--arms", "rctp+grpo", "sft+grpo",
-                  "--tokens-per-pass", "999"])  # the same parts, or some of them
-    assert len(ran) == 2
-    with pytest.raises(SystemExit, match="2"):
-        toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
-    assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
-    lost.write_text("{")
-    with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
-        toy_env.main([*flags, *two, "--resume"])
-    toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
-    assert ran[2:] == [(0, "rctp+grpo", False)] and not lost.exists()  # nothing old beside the new
+    for arm in summary["arms"]:
+        assert len(re.findall(rf"^ *{re.escape(arm)} ", table, re.M)) == 3  # the table and two curves
 
 
-def test_toy_a_part_is_finished_when_its_model_is_saved_and_a_folder_has_one_run_at_a_time(
-        tmp_path, monkeypatch, capsys):
-    flags = [*TINY_TOY, "--arms", "rctp+grpo", "--out", str(tmp_path)]
-    with monkeypatch.context() as full:
-        full.setattr(Qwen2ForCausalLM, "save_pretrained", lambda *_: fail(error=OSError()))
-        with pytest.raises(OSError):
-            toy_env.main(flags)
-    gc.collect()  # the lock ends with the run
-    assert list(tmp_path.glob("*/*")) == [tmp_path / "seed-0" / "rctp.jsonl.part"]
-
-    def second(*given):
-        gc.collect()
-        with pytest.raises(SystemExit, match="2"):
-            toy_env.main([*flags, "--resume"])
-
-    monkeypatch.setattr(toy_env, "reinforce", second)
-    with pytest.raises(TypeError):  # it returns no model
-        toy_env.main([*flags, "--resume"])
-    assert "is in use by another process" in capsys.readouterr().err
-    assert toy_env.parse_arguments(["--arms", "rctp+grpo", "sft+grpo", "rctp+grpo"])[0].arms == [
-        "sft+grpo", "rctp+grpo"]
-
-
-def test_toy_when_a_process_fails_all_end(tmp_path, monkeypatch):
+def test_toy_an_error_in_a_process_ends_them_all(tmp_path, monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
-    monkeypatch.setattr(toy_env, "fine_tune", lambda args, seed, init, log: (
-        fail() if init == "sft" else time.sleep(60)))
-    with pytest.raises(SystemExit, match="a process failed, see above; .* with --resume goes on"):
+    monkeypatch.setattr(toy_env, "fine_tune", stand_in_that_fails)
+    with pytest.raises(ZeroDivisionError):
         toy_env.main([*TINY_TOY, "--jobs", "2", "--out", str(tmp_path)])
     assert not multiprocessing.active_children()
 
 
+def stand_in_that_fails(args, seed, init):
+    return 1 / 0 if init == "sft" else time.sleep(60)
+
+
+def test_toy_ctrl_c_ends_it_in_one_line_and_leaves_what_was_measured(tmp_path):
+    command = [sys.executable, HERE / "toy_env.py", "--demonstrations", "6", "--out", tmp_path]
+    toy = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                           start_new_session=True)
+    file = tmp_path / "metrics.jsonl"
+    while not (file.exists() and file.stat().st_size) and toy.poll() is None:
+        time.sleep(0.2)
+    os.killpg(toy.pid, signal.SIGINT)  # as a terminal sends it: to all of its processes
+    said = toy.communicate(timeout=60)[1]
+    assert toy.returncode and f"stopped; what was measured is in {tmp_path}" in said
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # those that it started end a moment later
+            os.killpg(toy.pid, 0)
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("flags, words", [
-    ("--beta nan", "--beta: needs at least 0"),
-    ("--lr inf", "--lr: needs at least 0.0 and at most 1.0"),
-    ("--p-high 1.5", "at most 1.0"),
-    ("--seed -1", "--seed: needs at least 0"),
-    ("--group-size 1", "--group-size: needs at least 2"),
-    ("--steps 2.5", "--steps: invalid"),
-    ("--arms sft", "--arms: invalid choice"),
-    ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
-    ("--out {here}/file", "--out {here}/file cannot be used"),
-    ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
-    ("--out {here}", "--out {here} is in use by another process"),
+    ("--beta nan", "--beta needs at least 0"), ("--lr inf", "--lr needs at least"),
+    ("--temperature 0", "--temperature needs at least 0.01"), ("--p-high 1.5", "at most 1.0"),
+    ("--seed -1", "--seed needs at least 0"), ("--group-size 1", "--group-size needs at least 2"),
+    ("--steps 2.5", "--steps: invalid"), ("--arms sft", "--arms: invalid choice"),
+    ("--out {here}/file", "File exists"), ("--out {here}/file/x", "Not a directory"),
 ])
 def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    with open(tmp_path / ".lock", "w") as lock:
-        toy_env.fcntl.flock(lock, toy_env.fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match="2"):
-            toy_env.main(flags.format(here=tmp_path).split())
-    *usage, last = capsys.readouterr().err.strip().split("\n")
-    assert words.format(here=tmp_path) in last and usage[0].startswith("usage:")
-    assert sorted(os.listdir(tmp_path)) == [".lock", "file"] and (tmp_path / "file").read_text() == "mine"
-
-
-def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
-    tokenizer, batches = byte_level_tokenizer(), []
-    tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(toy_env, "rctp_step", noting(
-        lambda model, optimizer, batch, *_: batches.append(batch), rctp_step))
-    flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
-             "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(NO_SYSTEM + CHATML)
     with pytest.raises(SystemExit, match="2"):
-        toy_env.main(flags)
-    assert "cannot be used: ValueError: it fails on messages of system, user" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    template.write_text(CHATML)
-    toy_env.main(flags)
-    screen = capsys.readouterr().out
-    assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
-    args, trained = toy_env.parse_arguments(flags)[0], tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
-    assert (args.lr, args.max_new_tokens, args.tokens_per_pass, args.group_size) == (1e-5, 24, 4096, 3)
-    assert toy_env.parse_arguments([])[0].jobs == 2 and toy_env.parse_arguments(["--model", "x"])[0].jobs == 1
-    (before, *_), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
-    assert after.dtype == torch.float32 and not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    saved = AutoTokenizer.from_pretrained(trained)
-    assert saved.convert_tokens_to_ids([HIGH, LOW]) == after.config.reward_token_ids
-    manual, _ = make_env(toy_env.make_task(np.random.default_rng(0), 1)).reset()
-    assert all(tool in manual["content"] for tool in [*toy_env.TOOL.values(), "cart", "find", "done"])
-    opening = f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 "
-    for trajectory in batches[0]:
-        text = tokenizer.decode(trajectory.ids)
-        assert text.startswith(opening) and f"[Reward Goal: {trajectory.reward_token}]<|im_end|>" in text
+        toy_env.main(flags.format(here=tmp_path).split())
+    *usage, last = capsys.readouterr().err.strip().split("\n")
+    assert words in last and usage[0].startswith("usage:") and (tmp_path / "file").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
 
 
-def test_toy_seeds_are_compared_by_exact_tests_as_are_the_papers_differences():
-    assert toy_env.fisher_test(59, 68, 80) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 % of 80
-    assert toy_env.fisher_test(0, 5, 5) == pytest.approx(2 / math.comb(10, 5))
-    assert toy_env.fisher_test(3, 3, 8) == 1 == toy_env.sign_test(4, 4) == toy_env.sign_test(0, 0)
-    assert toy_env.sign_test(6, 0) == toy_env.sign_test(0, 6) == 2 / 2**6
-    assert toy_env.sign_test(4, 1) == 2 * (1 + 5) / 2**5
-    arms = {"rctp+grpo": {"success_after": [0.5, 0.95, 0.9, 0.2]},
-            "rctp+rc-grpo": {"success_after": [1.0, 0.95, 0.95, 0.95]}}
-    counts, tests = toy_env.compare_seeds(arms)
-    assert counts == "Of 4 seeds end above .9: RCTP+GRPO 1, RCTP+RC-GRPO 4."
-    assert "above RCTP+GRPO in 3 seeds, below in 0: sign test p = 0.25; " in tests
-    assert tests.endswith(f"p = {2 * 4 / math.comb(8, 5):.2g}.")
+def exact_p(ways, k):
+    return sum(way for way in ways.values() if way <= ways[k]) / sum(ways.values())
 
 
-@pytest.mark.parametrize("arm, changed, sentence, words", [
-    ("sft+grpo", {}, 0, "90% of its first groups had sigma_g = 0"),
-    ("sft+grpo", {}, 0, "in 7 steps held-out success hardly moved, 0.50±0.00 -> 0.50±0.00 ("),
-    ("sft+grpo", {"success_before": 0.02}, 0, "success rose, 0.02±0.00 -> 0.50±0.00 (stage 1 has"),
-    ("rctp+rc-grpo", {}, 1, "hardly moved, 0.50±0.00 -> 0.50±0.00, level with RCTP+GRPO (0.50±0.00)"),
-    ("rctp+rc-grpo", {"success_after": 0.9}, 1, "success rose, 0.50±0.00 -> 0.90±0.00, above"),
-    ("rctp+rc-grpo", {"success_after": 0.3}, 1, "success fell, 0.50±0.00 -> 0.30±0.00, below"),
-    ("rctp+rc-grpo", {}, 2, "0.40±0.00 -> 0.10±0.00: the gap narrowed"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_first": 0.01}, 2, "no difference"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": None}, 2, "no difference"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.41}, 2, "the gap stayed"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.8}, 2, "the gap widened"),
+def test_toy_arms_are_compared_by_exact_tests():
+    old = {"success_mean": [0.5, 0.6, 0.7, 0.8], "success_solved": [0, 0, 0, 1]}
+    new = {"success_mean": [0.6, 0.7, 0.8, 0.8], "success_solved": [1, 1, 1, 1]}
+    sentence = toy_env.compare({"a": new, "b": old}, "a", "b")
+    splits = Counter(sum(bits) for bits in itertools.product((0, 1), repeat=3))  # fair coins; a tie is none
+    picks = Counter(sum(n < 4 for n in solved) for solved in itertools.combinations(range(8), 5))
+    sign, fisher = exact_p(splits, 3), exact_p(picks, 4)
+    assert "success over the steps 0.72 and 0.65, higher in 3 of 4 seeds, lower in 0 " in sentence
+    assert f"(sign test, p = {sign:.2g}: the two cannot be told apart); 4 and 1 seeds end above" in sentence
+    assert f"Fisher's exact test, p = {fisher:.2g}: the two cannot be told apart" in sentence
+    clear = {"a": {name: values * 4 for name, values in new.items()},
+             "b": {name: values * 4 for name, values in old.items()}}
+    assert toy_env.compare(clear, "a", "b").count("A is ahead") == 2
+    assert toy_env.compare(clear, "b", "a").count("A is ahead") == 2
+
+
+def test_toy_tests_say_that_the_papers_differences_may_be_chance():
+    def of_80(solved):
+        return {"success_mean": [0.5] * 80, "success_solved": [n < solved for n in range(80)]}
+
+    assert "Fisher's exact test, p = 0.12:" in toy_env.compare({"a": of_80(68), "b": of_80(59)}, "a", "b")
+    assert "Fisher's exact test, p = 0.87:" in toy_env.compare({"a": of_80(37), "b": of_80(39)}, "a", "b")
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({}, "SFT+GRPO: 90% of its first groups had sigma_g = 0, and success hardly moved."),
+    ({"success_after": 0.9}, "and success rose."), ({"success_after": 0.1}, "and success fell."),
+    ({"zero_std_first": 0.2}, "In 2 of 2 seeds most of these had variance and success hardly moved"),
 ])
-def test_toy_closing_sentences_follow_the_numbers(arm, changed, sentence, words):
-    numbers = dict(success_before=0.5, success_after=0.5, zero_std_first=0.9,
-                   reward_high_minus_low_first=0.4, reward_high_minus_low_last=0.1)
-    arms = {arm: dict(numbers) for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
-    arms[arm].update(changed)
-    seeds = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm, numbers in arms.items()}
-    assert words in list(toy_env.closing_sentences(seeds, 7))[sentence]
+def test_toy_closing_sentences_follow_the_numbers(changed, words):
+    numbers = {"success_before": 0.5, "success_after": 0.5, "zero_std_first": 0.9, **changed}
+    arms = {"sft+grpo": {name: [value] * 2 for name, value in numbers.items()}}
+    assert words in "\n".join(toy_env.closing_sentences(arms))
 
 
 def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeypatch, capsys):
     args, _ = toy_env.parse_arguments(["--group-size", "3", "--test-tasks", "6"])
     tokenizer, task = toy_env.make_tokenizer(), toy_env.draw_tasks(args, 0)[1][1]
-    policy = scripted_policy(["find cup", "done"], tokenizer)
-    (t,) = rollout([toy_env.House(task)], [None], policy, tokenizer)
-    monkeypatch.setattr(toy_env, "load", lambda *given: (None, tokenizer, None))
+    (t,) = rollout([toy_env.House(task)], [None], scripted_policy(["find cup", "done"], tokenizer), tokenizer)
+    monkeypatch.setattr(toy_env.pickle, "loads", lambda tuned: (None, tokenizer))
     monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "collect_groups", lambda *given, **_: [
+    monkeypatch.setattr(rcgrpo, "collect_groups", lambda *given, **_: [
         replace(t, reward=R, reward_token=HIGH) for R in (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)])
-    toy_env.show_group(args, 0, "rctp+rc-grpo")
+    toy_env.show_group(args, "rctp+rc-grpo", b"")
     title, counted, *rows = capsys.readouterr().out.strip().split("\n")
     assert toy_env.request(task) in title and title.endswith("mu_g = 0.33, sigma_g = 0.47")
     assert counted.strip() == "(sigma_g = 0 in 2 of 3 groups of such tasks)"
@@ -2764,87 +2661,18 @@ def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeyp
     assert rows == [good, bad, bad]
 
 
-def test_toy_the_report_shows_the_numbers_of_the_runs(capsys):
-    success = {0: (0.0, 0.5), 1: (0.1, 0.6), 2: (0.5, 1.0)}  # seed: at the first and at the last step
-
-    def line(seed, n):
-        ends = {0: 0, 19: 1}
-        at = {"success": success[seed][ends[n]], "success_without_token": 0.3 * ends[n]} if n in ends else {}
-        return {"sigma": seed * n, "zero_std": n / 10, "sigma2": n / 5, "sigma2_floor": n / 50,
-                "reward_high_minus_low": n if n % 10 else None, **at}
-
-    runs = [{"sft+rc-grpo": [line(seed, n) for n in range(20)]} for seed in range(3)]
-    toy_env.report(runs, toy_env.summarise(runs), 20)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.split("\n")]
-    assert ("sft+rc-grpo high 0.20±0.22 -> 0.70±0.22 0.50±0.41 -> 18.50±15.11 0.05±0.00 -> 1.85±0.00 "
-            "1.00±0.00 -> 18.50±0.00 0.10±0.00 (0.01±0.00)") in lines
-    assert "the same none 0.00±0.00 -> 0.30±0.00" in lines and "sft+rc-grpo reward token high |▁▅|" in lines
-    assert toy_env.sparkline([0, 0.25, 0.5], 0.5) == " ▄█"
-
-
-@pytest.mark.parametrize("end", ["ctrl-C", "kill -9"])
-def test_toy_however_it_ends_all_its_processes_do(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
-    out, screen = tmp_path / "out", open(tmp_path / "screen", "w")
-    main = os.fork()
-    if not main:
-        os.setsid()  # ctrl-C reaches the processes that it starts, too
-        sys.stderr = screen
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            toy_env.main(["--jobs", "2", "--out", str(out)])
-        except SystemExit as stopped:
-            print(stopped, file=screen, flush=True)
-        finally:
-            os._exit(0)
-    files = [out / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
-
-    def work(size):  # metrics come as they go
-        while not all(file.exists() and file.stat().st_size > size for file in files):
-            assert os.waitpid(main, os.WNOHANG) == (0, 0)
-            time.sleep(0.1)
-
-    work(0)
-    children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
-    for child in children:  # that is for the process that started them
-        os.kill(int(child), signal.SIGINT)
-    work(max(file.stat().st_size for file in files) + 1000)
-    if end == "ctrl-C":
-        os.killpg(main, signal.SIGINT)
-    else:
-        os.kill(main, signal.SIGKILL)
-
-    def running(child):
-        return Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text()
-
-    latest = time.monotonic() + 30
-    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    while end == "kill -9" and any(map(running, children)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    survivors = alive, *filter(running, children)
-    with suppress(ProcessLookupError):
-        os.killpg(main, signal.SIGKILL)
-    said = (tmp_path / "screen").read_text()
-    assert "Traceback" not in said
-    assert ("stopped; the same command with --resume goes on" in said) == (end == "ctrl-C")
-    assert len(children) == 2 and survivors == (False,)
-    assert all(file.exists() for file in files)  # none went on to its end
-
-
 def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
     """What the project is about, in fewer steps than by default: SFT + GRPO has almost no group with variance
-    and gains nothing; RCTP + RC-GRPO has many, and begins to solve what nobody demonstrated. Seed 1."""
+    and gains nothing; RCTP + RC-GRPO has many, and what it finds is learned. Seed 1."""
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)  # two processes, the default
-    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "160",
+    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo+hindsight", "--stage1-steps", "160",
                   "--steps", "20", "--test-tasks", "60", "--out", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
     sft, rc = ({name: seeds[0] for name, seeds in arm.items()} for arm in summary["arms"].values())
     assert min(sft["success_before"], rc["success_before"]) > 0.4  # both know what was demonstrated
-    assert sft["zero_std_first"] > 0.8 and sft["zero_std_first"] - rc["zero_std_first"] > 0.2
+    assert sft["zero_std_first"] > 0.85 and rc["zero_std_first"] < 0.5
     assert sft["success_after"] - sft["success_before"] < 0.05
     assert rc["success_after"] - rc["success_before"] > 0.1
-    assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
 # ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
@@ -4152,7 +3980,8 @@ def spoilt(kind: int, task: dict, rng: random.Random, protocol: str) -> list[str
     turn = rng.choice([calls for calls in plan if calls])
     extra = ("touch", {"file_name": "x"}) if rng.random() < 0.7 else ("setHeadlights", {"mode": "on"})
     plan[0][:0] = [turn[0]] if kind == 1 else []  # too early, as well
-    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [("no_such_tool", {"a": 1}), *turn]}.get(kind, turn)
+    unknown = ("no_such_tool", {"a": 1})
+    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [unknown, *turn]}.get(kind, turn)
     texts = expert_turns(task, protocol, plan)
     if kind > 5:
         at = texts.index(say(*turn))
