@@ -43,7 +43,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: nothing is looked for online
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
 import mpmath
@@ -118,7 +118,7 @@ from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_too
 gc.freeze()  # what the libraries made at import need not be looked through each time
 torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
-SHARED = HERE.parent / "shared" / "tokenizers"
+HUB = {"qwen2_5": "Qwen/Qwen2.5-7B-Instruct", "llama3_1": "meta-llama/Llama-3.1-8B-Instruct"}
 CHATML = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -144,9 +144,12 @@ def byte_level_tokenizer():
 def tokenizer_named(name):
     if name == "small":
         return byte_level_tokenizer()
-    if not (SHARED / name).is_dir():
-        pytest.skip(f"needs ../shared/tokenizers/{name}")
-    return AutoTokenizer.from_pretrained(SHARED / name)
+    folder = os.environ.get("RCGRPO_TOKENIZERS")
+    try:
+        return AutoTokenizer.from_pretrained(Path(folder) / name if folder else HUB[name])
+    except OSError:
+        pytest.skip(f"needs the tokenizer of {HUB[name]}: set RCGRPO_TOKENIZERS to a folder with it as "
+                    f"{name}, or HF_HUB_OFFLINE=0 to look on the hub")
 
 
 @functools.cache
