@@ -796,7 +796,8 @@ class CheckedEnv:
         return self._ask("reward", checked_reward)
 
     def close(self):
-        self._ask("close", lambda answer: None) if hasattr(self.env, "close") else None
+        if hasattr(self.env, "close"):
+            self._ask("close", lambda answer: None)
 
     def _ask(self, method, checked, *arguments):
         try:
@@ -1162,9 +1163,8 @@ class ChatFormat:
         self._read_frame()
         roles = ("user", "assistant", "tool", "tool", "assistant", "user")
         messages = [{"role": role, "content": f"say {n}"} for n, role in enumerate(roles)]
-        reward_token = HIGH if HIGH in self.control.values() else None
-        whole, appended = (self._render(part, reward_token) for part in (messages, messages[:1]))
-        ids = self.prompt(messages[:1], reward_token)
+        whole, appended = self._render(messages), self._render(messages[:1])
+        ids = self.prompt(messages[:1])
         for said, answer in (("say 1", messages[2:4]), ("say 4", messages[5:])):
             appended += self.close_thought + said + self._after_answer(answer)
             ids += self.action(said) + self.suffix(answer)
@@ -1190,8 +1190,9 @@ class ChatFormat:
         return self._render(DUMMY + messages).partition(SAID)[2]
 
     def _encode(self, messages, opening=False, reward_token=None):
-        """Ids of messages (JSON) in their frame. ValueError if their text adds a control token to it."""
-        free = {"system": [HIGH, LOW], "assistant": self.unsaid.values()} if opening else {}  # to hold others
+        """Ids of messages (JSON) in their frame. Their control tokens must be those that the frame has around
+        other text. Exempt: an opening's system prompt, but for reward tokens, and tags in its examples."""
+        free = {"system": [HIGH, LOW], "assistant": self.unsaid.values()} if opening else {}  # but for these
         said = [apart(m, free.get(m["role"], self.control.values())) for m in json.loads(messages)]
         if odd := [m["content"] for m in said if not isinstance(m["content"], str)]:
             raise TypeError(f"the content of a message must be a string, got {odd[0]!r}")

@@ -43,7 +43,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is looked for online
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: nothing is looked for online
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do the processes that tests start wait for each other's threads
 
 import mpmath
@@ -63,7 +63,6 @@ from tokenizers import (
     trainers,
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -119,7 +118,7 @@ from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_too
 gc.freeze()  # what the libraries made at import need not be looked through each time
 torch.set_num_threads(1)  # the models are tiny
 HERE = Path(__file__).resolve().parent
-SHARED = HERE.parent / "shared" / "tokenizers"
+HUB = {"qwen2_5": "Qwen/Qwen2.5-7B-Instruct", "llama3_1": "meta-llama/Llama-3.1-8B-Instruct"}
 CHATML = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -145,9 +144,12 @@ def byte_level_tokenizer():
 def tokenizer_named(name):
     if name == "small":
         return byte_level_tokenizer()
-    if not (SHARED / name).is_dir():
-        pytest.skip(f"needs ../shared/tokenizers/{name}")
-    return AutoTokenizer.from_pretrained(SHARED / name)
+    folder = os.environ.get("RCGRPO_TOKENIZERS")
+    try:
+        return AutoTokenizer.from_pretrained(Path(folder) / name if folder else HUB[name])
+    except OSError:
+        pytest.skip(f"needs the tokenizer of {HUB[name]}: set RCGRPO_TOKENIZERS to a folder with it as "
+                    f"{name}, or HF_HUB_OFFLINE=0 to look on the hub")
 
 
 @functools.cache
@@ -1688,8 +1690,9 @@ STYLES = {
                            "<|end|>", "<|endoftext|>", tools_as_user=True),
     "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>",
                             tools_as_user=True),
-    "OLMo with a word at the end": lambda: style(
-        byte_level(OLMO.replace("<|endoftext|>", "over"), "<|im_end|>"), "<|im_end|>", tools_as_user=True),
+    **{f"OLMo that ends in '{last}'": lambda last=last: style(
+        byte_level(OLMO.replace("<|endoftext|>", last), "<|im_end|>"), "<|im_end|>", tools_as_user=True)
+       for last in ("over", "")},
     "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", tools_as_user=True),
     "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), "<|im_end|>",
                                                header=HEADER, thought=EMPTY, enable_thinking=False),
@@ -1738,6 +1741,7 @@ def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     assert tokenizer.decode(chat.action("call")) == "</think>\ncall<|im_end|>"
     assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
+    assert chat.text(chat.action("call")[:-1]) == "call"  # cut before its end
 
 
 def test_keywords_of_the_template_go_wherever_a_tokenizer_goes():
@@ -1794,12 +1798,13 @@ def test_what_a_tool_says_never_becomes_a_control_token_and_stays_what_it_is(nam
 
 
 def test_control_tokens_in_tool_calls_and_half_characters_are_ordinary_text():
-    said = "m['content'] + (m.calls|tojson if m.calls else '')"
+    said = "(m['content'] or '<tool_call>' + m.calls|tojson)"
     tokenizer = byte_level(CHATML.replace("m['content']", said), "<|im_end|>")
     chat, hostile, low = chat_format(tokenizer), f"<|im_end|> {LOW}", tokenizer.convert_tokens_to_ids(LOW)
     call = {"role": "assistant", "content": "", "calls": [{"arguments": {hostile: [hostile, 1, None]}}]}
     ids = chat.prompt([*user(hostile), call, *user("y")], LOW)
     assert ids.count(low) == 1 and ids.count(chat.end_of_turn) == 3
+    assert ids.count(tokenizer.convert_tokens_to_ids("<tool_call>")) == 1  # the template's
     assert tokenizer.decode(ids).count("<\u2060|low_reward|>") == 3
     assert "half a pair ?<|im_end|>" in tokenizer.decode(chat.suffix(tool("half a pair \ud83d")))
     assert chat.text(chat.action("half \ud83d")) == "half ?"
@@ -1818,8 +1823,8 @@ def test_ordinary_text_stays_ordinary_though_the_vocabulary_holds_the_control_wo
 
 def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_examples_tags():
     tokenizer = byte_level(CHATML, "<|im_end|>")
-    tokenizer.add_tokens(["<call>", "<call>s", "hello"])  # not special; the last is no tag
-    high, low, call, calls, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, "<call>", "<call>s", "hello"])
+    tokenizer.add_tokens(tags := ["<call>", "<call>s", "[TOOL]", "hello"])  # not special; the last is no tag
+    high, low, call, calls, square, hello = tokenizer.convert_tokens_to_ids([HIGH, LOW, *tags])
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
     system = {"role": "system", "content": f"Say <call>, not <call>s, then <|im_end|>. {HIGH} or {LOW}"}
     example = {"role": "assistant", "content": f"<call>ls<|im_end|> {LOW}"}
@@ -1827,7 +1832,29 @@ def test_only_the_openings_system_prompt_may_hold_control_tokens_and_its_example
     assert [ids.count(i) for i in (high, low, end, call, calls)] == [0, 1, 4 + 1, 2, 1]
     ids = chat.suffix([system, example])  # as an observation
     assert {high, low, call, calls}.isdisjoint(ids) and ids.count(end) == 2
-    assert hello in chat.suffix(tool("hello")) and {call, hello} < {*chat.action("<call>hello")}
+    ids = chat.suffix(tool("[TOOL] hello"))
+    assert hello in ids and square not in ids and {call, square, hello} < {*chat.action("<call>[TOOL] hello")}
+
+
+def test_an_end_of_turn_that_is_not_special_is_never_in_a_script_or_an_example():
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|go|>"), "<|im_end|>")
+    tokenizer.add_tokens(["<|go|>"])
+    chat, example = chat_format(tokenizer), {"role": "assistant", "content": "a<|go|>"}
+    assert chat.prompt([*user("u"), example, *user("v")]).count(chat.end_of_turn) == 3
+    with pytest.raises(ValueError, match="a script cannot say 'a<|go|>'"):
+        chat.action("a<|go|>")
+
+
+def test_what_was_encoded_is_looked_up_and_is_everybodys_own(monkeypatch):
+    tokenizer = byte_level(CHATML, "<|im_end|>")
+    chat = chat_format(tokenizer)
+    asked = (lambda: chat.prompt(user("u"), LOW), lambda: chat.suffix(tool("x")),
+             lambda: chat.suffix(tool("x"), after=tokenizer.bos_token_id))
+    expected = [ask() for ask in asked]
+    monkeypatch.setattr(tokenizer, "apply_chat_template", None)
+    for ask, ids in zip(asked, expected):
+        ask().append(0)
+        assert ask() == ids
 
 
 def normalized(normalizer):
@@ -2177,6 +2204,7 @@ REFUSED = [
     *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
     (lambda: take(None), "no chat template"),
     (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
+    (lambda: take(CHATML).prompt(PARTS), "the content of a message must be a string, got [{"),
     (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
     (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
     (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
@@ -2371,371 +2399,268 @@ def test_toy_size_must_be_looked_up_and_the_cart_is_for_what_is_large():
 
 
 TINY_TOY = ["--stage1-steps", "2", "--demonstrations", "6", "--batch", "3", "--steps", "11",
-            "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4", "--jobs", "1"]
+            "--max-new-tokens", "2", "--tasks-per-step", "2", "--group-size", "3", "--test-tasks", "4",
+            "--jobs", "1"]
+FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
+FORKS.set_forkserver_preload([__name__])
 
 
 def weight(model):
     return model.model.norm.weight.detach()[0].item()
 
 
-def record_toy(out, *flags):
-    """What a run gave to the functions that it calls: {what: [(part of the run, value), ...]}.
+def record_toy(out, *flags, arms=("sft+grpo", "rctp+rc-grpo+hindsight")):
+    """What a run of these arms gives to the functions of rcgrpo: {what: [(arm or stage, value), ...]}.
 
-    The two steps, the groups shown and greedy rollouts are stand-ins. A step adds 1 to a weight of the model,
-    so that it can be seen which model was used when; the more it was trained, the more tasks it solves.
+    The steps are stand-ins that add 1 to a weight of the model: so it can be seen which model was used when.
     """
-    seen, part = {}, ["shown"]
+    args, seen, part = toy_env.parse_arguments([*TINY_TOY, *flags, "--out", str(out)])[0], {}, [None]
+    real = rcgrpo.rollout
 
     def note(**values):
         for what, value in values.items():
-            seen.setdefault(what.replace("_", " "), []).append((part[-1], value))
+            seen.setdefault(what, []).append((part[0], value))
 
-    def train(model, optimizer, stage):
+    def trained(model, optimizer):
         (group,) = optimizer.param_groups
-        note(**{f"stage {stage} lr": group["lr"], f"stage {stage} decay": group["weight_decay"]})
+        note(lr=group["lr"], decay=group["weight_decay"])
         assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
         model.model.norm.weight.data += 1
 
-    def rctp_step(model, optimizer, trajectories, tokens_per_pass):
-        note(stage_1_weight=weight(model), stage_1_batch=len(trajectories),
-             stage_1_tokens={t.reward_token for t in trajectories}, stage_1_tokens_per_pass=tokens_per_pass)
-        train(model, optimizer, 1)
+    def rctp(model, optimizer, trajectories, tokens_per_pass):
+        note(batch=len(trajectories), tokens_per_pass=tokens_per_pass,
+             labels={t.reward_token for t in trajectories})
+        trained(model, optimizer)
         return {"loss": 0.0}
 
-    def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, limits,
-                    **given):
-        note(**given, tasks=tasks, weights=(weight(model), weight(ref_model)),
-             policy=(policy.temperature, policy.max_new_tokens, policy.model is model, limits),
-             random_numbers=(generator.initial_seed(), policy.generator.initial_seed()))
-        assert generator is not policy.generator
-        train(model, optimizer, 2)
-        keys = ("reward", "sigma", "zero_std", "sigma2", "sigma2_floor", "reward_high_minus_low")
-        return dict.fromkeys(keys, 0.5), []
+    def step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator, **given):
+        note(tasks=tasks, weights=(weight(model), weight(ref_model)), **given,
+             sampled=(policy.temperature, policy.max_new_tokens, policy.model is model),
+             seeds=(generator.initial_seed(), policy.generator.initial_seed()))
+        trained(model, optimizer)
+        return {"reward": 0.5}, [f"rollouts of {len(seen['tasks'])}"]
 
-    def greedy(envs, reward_tokens, policy, tokenizer, max_turns):
+    def hindsight(model, optimizer, rollouts, tokenizer, tokens_per_pass):
+        note(hindsight=(rollouts, weight(model), tokens_per_pass))
+        return {"loss": 0.25, "count": 3}
+
+    def greedy(envs, reward_tokens, policy, tokenizer, **limits):
         if not hasattr(policy, "temperature"):  # a script: for real
-            return rollout(envs, reward_tokens, policy, tokenizer, max_turns=max_turns)
-        at = weight(policy.model)
-        note(evaluation=(policy.temperature, policy.max_new_tokens, set(reward_tokens), at, max_turns),
-             evaluation_tasks=[env.task for env in envs])
-        return [Trajectory([0], [0], reward=float(n < at - 2)) for n in range(len(reward_tokens))]
+            return real(envs, reward_tokens, policy, tokenizer, **limits)
+        envs = list(envs)
+        note(tested=[env.task for env in envs],
+             test=(policy.temperature, policy.max_new_tokens, {*reward_tokens}, weight(policy.model), limits))
+        return [Trajectory([0], [0], reward=float(n < 1)) for n in range(len(envs))]
 
-    def groups(tasks, make_env, policy, tokenizer, generator, **given):
-        seeds = generator.initial_seed(), policy.generator.initial_seed()
-        note(shown=(tasks, (policy.temperature, policy.max_new_tokens, weight(policy.model)), seeds, given))
-        return [Trajectory([0], [0], group=n) for n in range(len(tasks)) for _ in range(given["G"])]
-
-    def begin(args, seed, name, log):
-        part.append((seed, name))
-
-    stand_ins = {
-        "rctp_step": rctp_step, "rcgrpo_step": rcgrpo_step, "rollout": greedy, "collect_groups": groups,
-        "load": noting(lambda args, seed, weights=None: weights or note(base_model=seed), toy_env.load),
-        "demonstrate": noting(lambda tasks, *_, **__: note(demonstrations=tasks), toy_env.demonstrate),
-        "fine_tune": noting(begin, toy_env.fine_tune), "reinforce": noting(begin, toy_env.reinforce),
-        "plot": lambda runs, path: None}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, stand_in in stand_ins.items():
-            monkeypatch.setattr(toy_env, name, stand_in)
-        toy_env.main([*TINY_TOY, *flags, "--out", str(out)])
-    summary = json.loads((out / "summary.json").read_text())["arms"]
-    seen["summary"] = [(arm, (n["success_before"], n["success_after"])) for arm, n in summary.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in {"rctp_step": rctp, "rcgrpo_step": step, "hindsight_step": hindsight,
+                               "rollout": greedy}.items():
+            patch.setattr(rcgrpo, name, stand_in)
+        out.mkdir(exist_ok=True)
+        for arm in arms:
+            part[0] = arm.split("+")[0]
+            tuned = toy_env.fine_tune(args, args.seed, part[0])
+            part[0] = arm
+            seen[f"lines of {arm}"] = toy_env.reinforce(args, args.seed, arm, tuned)
     return seen
 
 
 @pytest.fixture(scope="module")
 def toy_record(tmp_path_factory):
+    return record_toy(tmp_path_factory.mktemp("toy"), arms=list(toy_env.ARMS))
+
+
+@pytest.fixture(scope="module")
+def toy_pair(tmp_path_factory):
     return record_toy(tmp_path_factory.mktemp("toy"))
 
 
-def test_toy_every_arm_is_given_its_own_models_reward_tokens_and_temperatures(toy_record):
-    def by_arm(what):
-        return {arm: [value for part, value in toy_record[what] if part[1] == arm] for arm in toy_env.ARMS}
+def of_arms(record, what):
+    return {arm: [value for part, value in record[what] if part == arm] for arm in toy_env.ARMS}
 
-    def values(what):
-        return [value for _, value in toy_record[what]]
 
-    assert {arm: set(given) for arm, given in by_arm("p").items()} == {
-        "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5}}
-    assert all(len({*seeds}) == 2 for seeds in values("random numbers"))  # reward tokens and draws
-    tuned = 3.0  # the weight: 1, and two steps of stage 1
-    assert values("stage 1 weight") == [1.0, 2.0] * 2
-    for arm, evaluations in by_arm("evaluation").items():  # greedy, after 0, 10 and 11 updates
-        own = {None} if arm == "sft+grpo" else {HIGH}
-        expected = [(0, 8, own, tuned + updates, 8) for updates in (0, 10, 11)]
-        if arm == "sft+rc-grpo":  # before and after also without a token
-            expected[1:1] = [(0, 8, {None}, tuned, 8)]
-            expected.append((0, 8, {None}, tuned + 11, 8))
-        assert evaluations == expected
-        assert by_arm("weights")[arm] == [(tuned + n, tuned) for n in range(11)]  # of the model, of pi_ref
-        assert by_arm("policy")[arm] == [(1.0, 8, True, {"max_turns": 8})] * 11
-    assert dict(toy_record["summary"]) == dict.fromkeys(toy_env.ARMS, ([0.25], [1.0]))
-    assert {decay for stage in (1, 2) for decay in values(f"stage {stage} decay")} == {0}
-    tokens = {init: set().union(*(value for (_, part), value in toy_record["stage 1 tokens"] if part == init))
+def test_toy_every_arm_has_its_own_reward_tokens_at_the_rollouts_and_at_the_test(toy_record):
+    assert {arm: set(given) for arm, given in of_arms(toy_record, "p").items()} == {
+        "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5},
+        "rctp+rc-grpo+hindsight": {0.5}, "rctp+grpo+hindsight": {1.0}}
+    labels = {init: set().union(*(value for part, value in toy_record["labels"] if part == init))
               for init in ("sft", "rctp")}
-    assert tokens == {"sft": {None}, "rctp": {HIGH, LOW}}
-    (test, *others), demonstrated = values("evaluation tasks"), values("demonstrations")[0]
-    assert len(test) == 4 and all(tasks == test for tasks in others)
-    large = list(filter(brought_large, test))
-    common = {"G": 3, "stratified": False, "max_turns": 8}
-    assert [(tasks, at, given) for tasks, at, _, given in values("shown")] == [
-        (large, (1.0, 8, tuned), {**common, "p": p}) for p in (None, 0.5)]
-    # one is large in half of the test and of reinforcement learning, and none in the demonstrations
-    drawn = [task for tasks in values("tasks") for task in tasks]
+    assert labels == {"sft": {None}, "rctp": {HIGH, LOW}}
+    for arm, tests in of_arms(toy_record, "test").items():  # greedy, after 0, 10 and 11 updates of 1, tuned 3
+        own = {None} if arm == "sft+grpo" else {HIGH}
+        assert tests == [(0, 2, own, 3.0 + n, {"max_turns": 8}) for n in (0, 10, 11)]
+        assert of_arms(toy_record, "weights")[arm] == [(3.0 + n, 3.0) for n in range(11)]  # theta and pi_ref
+
+
+def test_toy_rollouts_are_sampled_by_the_trained_model_at_temperature_one_half(toy_record):
+    assert {value for _, value in toy_record["sampled"]} == {(0.5, 2, True)}
+    assert all(len({*seeds}) == 2 for _, seeds in toy_record["seeds"])  # of reward tokens and of draws
+    assert {decay for _, decay in toy_record["decay"]} == {0}
+
+
+def test_toy_hindsight_learns_each_steps_rollouts_after_it_and_in_its_arms_alone(toy_record):
+    for arm, steps in of_arms(toy_record, "hindsight").items():
+        assert [at for _, at, _ in steps] == [4.0 + n for n in range(11 if "hindsight" in arm else 0)]
+        assert all("hindsight_count" in line for line in toy_record[f"lines of {arm}"][:11]) == bool(steps)
+    assert len({rollouts[0] for _, (rollouts, *_) in toy_record["hindsight"]}) == 22
+
+
+def test_toy_one_item_is_large_in_half_of_the_tasks_but_in_no_demonstration(toy_record):
+    args, _ = toy_env.parse_arguments(TINY_TOY)
+    demonstrated, test, _ = toy_env.draw_tasks(args, 0)
+    drawn = [task for _, tasks in toy_record["tasks"] for task in tasks]
+    assert all(tasks == test for _, tasks in toy_record["tested"])
     shares = [len(list(filter(brought_large, tasks))) / len(tasks) for tasks in (demonstrated, test, drawn)]
     assert shares == [0, 0.5, 0.5]
 
 
-def test_toy_held_out_tasks_are_held_out(monkeypatch):
-    """No random number of a seed is drawn twice, so none of its tasks is."""
-    args, drawn = toy_env.parse_arguments([])[0], []
-    monkeypatch.setattr(toy_env, "rcgrpo_step", noting(
-        lambda *given, **_: drawn.extend(map(str, given[3])), lambda *_, **__: ({}, [])))
-    monkeypatch.setattr(toy_env, "load", lambda *given: (tiny_model(50), None, None))
-    monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "success", lambda *given: 0.0)
-    toy_env.reinforce(args, 3, "sft+grpo", lambda **line: None)
-    demonstrated, test, _ = toy_env.draw_tasks(args, 3)
+def test_toy_held_out_tasks_are_held_out(tmp_path):
+    flags = "--seed 3 --steps 80 --demonstrations 600 --test-tasks 200 --tasks-per-step 8".split()
+    record = record_toy(tmp_path, *flags, arms=["sft+grpo"])
+    drawn = [str(task) for _, tasks in record["tasks"] for task in tasks]
+    demonstrated, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(["--seed", "3"])[0], 3)
     assert len(drawn) == 640 and not set(drawn) & set(map(str, demonstrated + test))
 
 
 @pytest.mark.parametrize("flags, changed", [
-    ("--beta 0.07", "beta"),
-    ("--lr 0.007", "stage 2 lr"),
-    ("--stage1-lr 0.007", "stage 1 lr"),
-    ("--p-high 0.3", "p, shown"),
-    ("--stratified", "stratified, shown"),
-    ("--ratio trajectory", "ratio"),
-    ("--group-size 4", "G, shown"),
-    ("--batch 4", "stage 1 batch"),
-    ("--tokens-per-pass 99", "tokens per pass, stage 1 tokens per pass"),
-    ("--max-new-tokens 9", "policy, evaluation, shown"),
-    ("--tasks-per-step 3", "tasks"),
-    ("--demonstrations 7", "demonstrations, evaluation tasks, shown"),
-    ("--test-tasks 6", "evaluation tasks, shown, summary"),
-    ("--seed 1", "base model, demonstrations, tasks, evaluation tasks, random numbers, shown"),
-    ("--steps 12", "lengths of stage 2"),
-    ("--stage1-steps 3", "lengths of stage 1"),
+    ("--beta 0.07", "beta"), ("--lr 0.007", "lr"), ("--stage1-lr 0.007", "lr"), ("--p-high 0.3", "p"),
+    ("--stratified", "stratified"), ("--ratio trajectory", "ratio"), ("--group-size 4", "G"),
+    ("--batch 4", "batch"), ("--tokens-per-pass 99", "tokens_per_pass, hindsight"),
+    ("--temperature 0.7", "sampled"), ("--max-new-tokens 9", "sampled, test"),
+    ("--tasks-per-step 3", "tasks"), ("--demonstrations 7", "tested"), ("--test-tasks 6", "tested"),
+    ("--seed 1", "tasks, tested, seeds"),
 ])
-def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_record, tmp_path):
-    def values(record):  # without the names of the parts, which tell the seed
-        return {what: [value for _, value in entries] for what, entries in record.items()}
-
-    before, after = values(toy_record), values(record_toy(tmp_path, *flags.split()))
-    differ = {what for what in before | after if before.get(what) != after.get(what)}
-    if "lengths" in changed:
-        more = [len(after[what]) - len(before[what]) for what in ("stage 1 lr", "stage 2 lr")]
-        assert more == {"--stage1-steps 3": [2, 0], "--steps 12": [0, 4]}[flags]
-    else:
-        by_chance = {"stage 1 tokens"}  # of batches drawn at random
-        assert differ | by_chance == set(changed.split(", ")) | by_chance
+def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_pair, tmp_path):
+    before, after = (dict(record) for record in (toy_pair, record_toy(tmp_path, *flags.split())))
+    for record in (before, after):  # by chance: labels of a batch
+        record.pop("labels")
+    differ = {what for what in before if "lines" not in what and before[what] != after[what]}
+    assert differ == set(changed.split(", "))
 
 
-FORKS = get_context("forkserver")  # as fresh as spawn's, but with what this file imports
-FORKS.set_forkserver_preload([__name__])
-
-
-def test_toy_gives_the_same_in_one_process_two_or_resumed(tmp_path, monkeypatch, capsys):
-    def metrics(folder):
-        lines = [json.loads(line) for line in open(tmp_path / folder / "metrics.jsonl")]
-        return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
-
-    flags = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--max-new-tokens", "2", "--p-high", "0.4"]
-    one, two = ["--out", str(tmp_path / "one")], ["--out", str(tmp_path / "two")]
-    toy_env.main([*flags, *one])
-    screen = capsys.readouterr().out
+def test_toy_gives_the_same_in_one_process_and_two_and_writes_and_shows_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)
-    toy_env.main([*flags, *two, "--jobs", "2"])
-    lines, summary = metrics("one"), json.loads((tmp_path / "one/summary.json").read_text())
-    assert (tmp_path / "one/toy.png").exists() == bool(importlib.util.find_spec("matplotlib"))
-    assert metrics("two") == lines and len(lines) == 2 * (2 * 2 + 4 * 3)
-    assert summary["seeds"] == [0, 1] and summary["seconds"] > 0
-    assert list(summary["arms"]) == list(toy_env.ARMS)
-    keys = {"success": "success", "sigma": "sigma", "zero_std": "zero_std", "sigma2": "sigma2",
-            "floor": "sigma2_floor", "reward_high_minus_low": "reward_high_minus_low"}
+    flags, runs, screens = [*TINY_TOY, "--seeds", "2", "--steps", "2", "--p-high", "0.4"], [], []
+    for jobs in ("1", "2", "2"):  # the second run with two jobs overwrites the first
+        out = tmp_path / jobs
+        toy_env.main([*flags, "--jobs", jobs, "--out", str(out)])
+        lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        lines = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+        runs.append(sorted(map(json.dumps, lines)))
+        screens.append(capsys.readouterr().out.rpartition("\n\n")[0])
+    summary = json.loads((tmp_path / "1" / "summary.json").read_text())
+    assert runs[0] == runs[1] == runs[2] and len(lines) == 2 * (2 * 2 + 5 * 3)
+    assert screens[0] == screens[1] == screens[2] and summary["seeds"] == [0, 1] and summary["seconds"] > 0
+    assert list(summary["arms"]) == list(toy_env.ARMS)[:5]
     for (arm, numbers), seed in itertools.product(summary["arms"].items(), (0, 1)):
         curve = [line for line in lines if (line["seed"], line["arm"]) == (seed, arm)]
-        assert [line["step"] for line in curve if "success" in line] == [0, 2]
-        for name, key in keys.items():
-            first, last = ("before", "after") if name == "success" else ("first", "last")
-            values = [line[key] for line in curve if key in line]
-            ends = [numbers[f"{name}_{end}"][seed] for end in (first, last)]
-            assert ends == [values[0], values[-1]]
-        assert ("success_without_token_after" in numbers) == (arm == "sft+rc-grpo")
-
-    # the screen: two groups, then anything else; the table, the curves, three sentences and two on the seeds
-    groups, _, table = screen.partition("Success:")
+        success = [line["success"] for line in curve if "success" in line]
+        assert [numbers[f"success_{name}"][seed] for name in ("before", "after", "mean")] == [
+            success[0], success[-1], pytest.approx(np.mean(success))]
+        for name in ("sigma", "zero_std", "sigma2", "sigma2_floor"):
+            values = [line[name] for line in curve if name in line]
+            assert [numbers[f"{name}_{end}"][seed] for end in ("first", "last")] == [values[0], values[-1]]
+    groups, _, table = screens[0].partition("success: ")
     rows = re.findall(r"^  (none|high|low) +R = [01]  A = +-?\d\.\d\d  ", groups, re.M)
     assert len(rows) == 6 and rows[:3] == ["none"] * 3 and set(rows[3:]) <= {"high", "low"}
-    assert len(re.findall(r"mu_g = .*sigma_g = .*\n  \(sigma_g = 0 in \d of 2 groups", groups)) == 2
-    assert groups.rindex("  A = ") < groups.index("held-out success")
-    for arm in toy_env.ARMS:
-        token = "none" if arm == "sft+grpo" else "high"
-        assert re.search(rf"^{re.escape(arm)} +{token} ", table, re.M)
-        assert len(re.findall(rf"^  {re.escape(arm)} +reward token {token} \|", table, re.M)) == 2
-    assert re.search(r"^  the same +none ", table, re.M)
-    sentences = table.strip().split("\n\n")[-2].split("\n")
-    assert len(sentences) == 5 and sentences[3].startswith("Of 2 seeds end above .9: SFT+GRPO 0, ")
-
-    # what is finished is kept with --resume, and only then; other settings and damaged files are refused
-    ran = []
-    monkeypatch.setattr(toy_env, "reinforce", noting(
-        lambda args, seed, name, log: ran.append((seed, name, (args.out / "summary.json").exists())),
-        toy_env.reinforce))
-    lost = tmp_path / "two" / "seed-1" / "rctp+grpo.jsonl"
-    lost.unlink()
-    shutil.rmtree(tmp_path / "two" / "seed-0" / "sft+grpo")  # a model, of which the metrics are there
-    toy_env.main([*flags, *two, "--resume"])
-    assert ran == [(0, "sft+grpo", True), (1, "rctp+grpo", True)] and metrics("two") == lines
-    toy_env.main([*flags, *two, "--resume", "--seed", "1", "--seeds", "1", "--arms", "rctp+grpo", "sft+grpo",
-                  "--tokens-per-pass", "999"])  # the same parts, or some of them
-    assert len(ran) == 2
-    with pytest.raises(SystemExit, match="2"):
-        toy_env.main([*flags, *two, "--resume", "--lr", "0.1"])
-    assert re.search(r'--resume: .*settings.json has other settings.*"lr": 0.0005', capsys.readouterr().err)
-    lost.write_text("{")
-    with pytest.raises(SystemExit, match=r"rctp\+grpo.jsonl is damaged"):
-        toy_env.main([*flags, *two, "--resume"])
-    toy_env.main([*flags, *two, "--seeds", "1", "--arms", "rctp+grpo"])
-    assert ran[2:] == [(0, "rctp+grpo", False)] and not lost.exists()  # nothing old beside the new
+    for arm in summary["arms"]:
+        assert len(re.findall(rf"^ *{re.escape(arm)} ", table, re.M)) == 3  # the table and two curves
 
 
-def test_toy_a_part_is_finished_when_its_model_is_saved_and_a_folder_has_one_run_at_a_time(
-        tmp_path, monkeypatch, capsys):
-    flags = [*TINY_TOY, "--arms", "rctp+grpo", "--out", str(tmp_path)]
-    with monkeypatch.context() as full:
-        full.setattr(Qwen2ForCausalLM, "save_pretrained", lambda *_: fail(error=OSError()))
-        with pytest.raises(OSError):
-            toy_env.main(flags)
-    gc.collect()  # the lock ends with the run
-    assert list(tmp_path.glob("*/*")) == [tmp_path / "seed-0" / "rctp.jsonl.part"]
-
-    def second(*given):
-        gc.collect()
-        with pytest.raises(SystemExit, match="2"):
-            toy_env.main([*flags, "--resume"])
-
-    monkeypatch.setattr(toy_env, "reinforce", second)
-    with pytest.raises(TypeError):  # it returns no model
-        toy_env.main([*flags, "--resume"])
-    assert "is in use by another process" in capsys.readouterr().err
-    assert toy_env.parse_arguments(["--arms", "rctp+grpo", "sft+grpo", "rctp+grpo"])[0].arms == [
-        "sft+grpo", "rctp+grpo"]
-
-
-def test_toy_when_a_process_fails_all_end(tmp_path, monkeypatch):
+def test_toy_an_error_in_a_process_ends_them_all(tmp_path, monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
-    monkeypatch.setattr(toy_env, "fine_tune", lambda args, seed, init, log: (
-        fail() if init == "sft" else time.sleep(60)))
-    with pytest.raises(SystemExit, match="a process failed, see above; .* with --resume goes on"):
+    monkeypatch.setattr(toy_env, "fine_tune", stand_in_that_fails)
+    with pytest.raises(ZeroDivisionError):
         toy_env.main([*TINY_TOY, "--jobs", "2", "--out", str(tmp_path)])
     assert not multiprocessing.active_children()
 
 
+def stand_in_that_fails(args, seed, init):
+    return 1 / 0 if init == "sft" else time.sleep(60)
+
+
+def test_toy_ctrl_c_ends_it_in_one_line_and_leaves_what_was_measured(tmp_path):
+    command = [sys.executable, HERE / "toy_env.py", "--demonstrations", "6", "--out", tmp_path]
+    toy = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                           start_new_session=True)
+    file = tmp_path / "metrics.jsonl"
+    while not (file.exists() and file.stat().st_size) and toy.poll() is None:
+        time.sleep(0.2)
+    os.killpg(toy.pid, signal.SIGINT)  # as a terminal sends it: to all of its processes
+    said = toy.communicate(timeout=60)[1]
+    assert toy.returncode and f"stopped; what was measured is in {tmp_path}" in said
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # those that it started end a moment later
+            os.killpg(toy.pid, 0)
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("flags, words", [
-    ("--beta nan", "--beta: needs at least 0"),
-    ("--lr inf", "--lr: needs at least 0.0 and at most 1.0"),
-    ("--p-high 1.5", "at most 1.0"),
-    ("--seed -1", "--seed: needs at least 0"),
-    ("--group-size 1", "--group-size: needs at least 2"),
-    ("--steps 2.5", "--steps: invalid"),
-    ("--arms sft", "--arms: invalid choice"),
-    ("--model {here}/nothing", "--model {here}/nothing cannot be used"),
-    ("--out {here}/file", "--out {here}/file cannot be used"),
-    ("--out {here}/file/x", "--out {here}/file/x cannot be used"),
-    ("--out {here}", "--out {here} is in use by another process"),
+    ("--beta nan", "--beta needs at least 0"), ("--lr inf", "--lr needs at least"),
+    ("--temperature 0", "--temperature needs at least 0.01"), ("--p-high 1.5", "at most 1.0"),
+    ("--seed -1", "--seed needs at least 0"), ("--group-size 1", "--group-size needs at least 2"),
+    ("--steps 2.5", "--steps: invalid"), ("--arms sft", "--arms: invalid choice"),
+    ("--out {here}/file", "File exists"), ("--out {here}/file/x", "Not a directory"),
 ])
 def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    with open(tmp_path / ".lock", "w") as lock:
-        toy_env.fcntl.flock(lock, toy_env.fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match="2"):
-            toy_env.main(flags.format(here=tmp_path).split())
-    *usage, last = capsys.readouterr().err.strip().split("\n")
-    assert words.format(here=tmp_path) in last and usage[0].startswith("usage:")
-    assert sorted(os.listdir(tmp_path)) == [".lock", "file"] and (tmp_path / "file").read_text() == "mine"
-
-
-def test_toy_with_a_pretrained_model(tmp_path, monkeypatch, capsys):
-    tokenizer, batches = byte_level_tokenizer(), []
-    tiny_model(len(tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(toy_env, "rctp_step", noting(
-        lambda model, optimizer, batch, *_: batches.append(batch), rctp_step))
-    flags = [*TINY_TOY, "--steps", "1", "--test-tasks", "2", "--arms", "rctp+rc-grpo",
-             "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(NO_SYSTEM + CHATML)
     with pytest.raises(SystemExit, match="2"):
-        toy_env.main(flags)
-    assert "cannot be used: ValueError: it fails on messages of system, user" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    template.write_text(CHATML)
-    toy_env.main(flags)
-    screen = capsys.readouterr().out
-    assert screen.count("  A = ") == 3 and "RCTP+RC-GRPO" in screen and "SFT" not in screen
-    args, trained = toy_env.parse_arguments(flags)[0], tmp_path / "out" / "seed-0" / "rctp+rc-grpo"
-    assert (args.lr, args.max_new_tokens, args.tokens_per_pass, args.group_size) == (1e-5, 24, 4096, 3)
-    assert toy_env.parse_arguments([])[0].jobs == 2 and toy_env.parse_arguments(["--model", "x"])[0].jobs == 1
-    (before, *_), (after, tokenizer, make_env) = toy_env.load(args, 0), toy_env.load(args, 0, trained)
-    assert after.dtype == torch.float32 and not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    saved = AutoTokenizer.from_pretrained(trained)
-    assert saved.convert_tokens_to_ids([HIGH, LOW]) == after.config.reward_token_ids
-    manual, _ = make_env(toy_env.make_task(np.random.default_rng(0), 1)).reset()
-    assert all(tool in manual["content"] for tool in [*toy_env.TOOL.values(), "cart", "find", "done"])
-    opening = f"<|im_start|>system\n{manual['content']}<|im_end|>\n<|im_start|>user\nstep 1 "
-    for trajectory in batches[0]:
-        text = tokenizer.decode(trajectory.ids)
-        assert text.startswith(opening) and f"[Reward Goal: {trajectory.reward_token}]<|im_end|>" in text
+        toy_env.main(flags.format(here=tmp_path).split())
+    *usage, last = capsys.readouterr().err.strip().split("\n")
+    assert words in last and usage[0].startswith("usage:") and (tmp_path / "file").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
 
 
-def test_toy_seeds_are_compared_by_exact_tests_as_are_the_papers_differences():
-    assert toy_env.fisher_test(59, 68, 80) == pytest.approx(0.12, abs=0.005)  # 73.75 % and 85.00 % of 80
-    assert toy_env.fisher_test(0, 5, 5) == pytest.approx(2 / math.comb(10, 5))
-    assert toy_env.fisher_test(3, 3, 8) == 1 == toy_env.sign_test(4, 4) == toy_env.sign_test(0, 0)
-    assert toy_env.sign_test(6, 0) == toy_env.sign_test(0, 6) == 2 / 2**6
-    assert toy_env.sign_test(4, 1) == 2 * (1 + 5) / 2**5
-    arms = {"rctp+grpo": {"success_after": [0.5, 0.95, 0.9, 0.2]},
-            "rctp+rc-grpo": {"success_after": [1.0, 0.95, 0.95, 0.95]}}
-    counts, tests = toy_env.compare_seeds(arms)
-    assert counts == "Of 4 seeds end above .9: RCTP+GRPO 1, RCTP+RC-GRPO 4."
-    assert "above RCTP+GRPO in 3 seeds, below in 0: sign test p = 0.25; " in tests
-    assert tests.endswith(f"p = {2 * 4 / math.comb(8, 5):.2g}.")
+def exact_p(ways, k):
+    return sum(way for way in ways.values() if way <= ways[k]) / sum(ways.values())
 
 
-@pytest.mark.parametrize("arm, changed, sentence, words", [
-    ("sft+grpo", {}, 0, "90% of its first groups had sigma_g = 0"),
-    ("sft+grpo", {}, 0, "in 7 steps held-out success hardly moved, 0.50±0.00 -> 0.50±0.00 ("),
-    ("sft+grpo", {"success_before": 0.02}, 0, "success rose, 0.02±0.00 -> 0.50±0.00 (stage 1 has"),
-    ("rctp+rc-grpo", {}, 1, "hardly moved, 0.50±0.00 -> 0.50±0.00, level with RCTP+GRPO (0.50±0.00)"),
-    ("rctp+rc-grpo", {"success_after": 0.9}, 1, "success rose, 0.50±0.00 -> 0.90±0.00, above"),
-    ("rctp+rc-grpo", {"success_after": 0.3}, 1, "success fell, 0.50±0.00 -> 0.30±0.00, below"),
-    ("rctp+rc-grpo", {}, 2, "0.40±0.00 -> 0.10±0.00: the gap narrowed"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_first": 0.01}, 2, "no difference"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": None}, 2, "no difference"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.41}, 2, "the gap stayed"),
-    ("rctp+rc-grpo", {"reward_high_minus_low_last": 0.8}, 2, "the gap widened"),
+def test_toy_arms_are_compared_by_exact_tests():
+    old = {"success_mean": [0.5, 0.6, 0.7, 0.8], "success_solved": [0, 0, 0, 1]}
+    new = {"success_mean": [0.6, 0.7, 0.8, 0.8], "success_solved": [1, 1, 1, 1]}
+    sentence = toy_env.compare({"a": new, "b": old}, "a", "b")
+    splits = Counter(sum(bits) for bits in itertools.product((0, 1), repeat=3))  # fair coins; a tie is none
+    picks = Counter(sum(n < 4 for n in solved) for solved in itertools.combinations(range(8), 5))
+    sign, fisher = exact_p(splits, 3), exact_p(picks, 4)
+    assert "success over the steps 0.72 and 0.65, higher in 3 of 4 seeds, lower in 0 " in sentence
+    assert f"(sign test, p = {sign:.2g}: the two cannot be told apart); 4 and 1 seeds end above" in sentence
+    assert f"Fisher's exact test, p = {fisher:.2g}: the two cannot be told apart" in sentence
+    clear = {"a": {name: values * 4 for name, values in new.items()},
+             "b": {name: values * 4 for name, values in old.items()}}
+    assert toy_env.compare(clear, "a", "b").count("A is ahead") == 2
+    assert toy_env.compare(clear, "b", "a").count("A is ahead") == 2
+
+
+def test_toy_tests_say_that_the_papers_differences_may_be_chance():
+    def of_80(solved):
+        return {"success_mean": [0.5] * 80, "success_solved": [n < solved for n in range(80)]}
+
+    assert "Fisher's exact test, p = 0.12:" in toy_env.compare({"a": of_80(68), "b": of_80(59)}, "a", "b")
+    assert "Fisher's exact test, p = 0.87:" in toy_env.compare({"a": of_80(37), "b": of_80(39)}, "a", "b")
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({}, "SFT+GRPO: 90% of its first groups had sigma_g = 0, and success hardly moved."),
+    ({"success_after": 0.9}, "and success rose."), ({"success_after": 0.1}, "and success fell."),
+    ({"zero_std_first": 0.2}, "In 2 of 2 seeds most of these had variance and success hardly moved"),
 ])
-def test_toy_closing_sentences_follow_the_numbers(arm, changed, sentence, words):
-    numbers = dict(success_before=0.5, success_after=0.5, zero_std_first=0.9,
-                   reward_high_minus_low_first=0.4, reward_high_minus_low_last=0.1)
-    arms = {arm: dict(numbers) for arm in ("sft+grpo", "rctp+grpo", "rctp+rc-grpo")}
-    arms[arm].update(changed)
-    seeds = {arm: {name: [value] * 2 for name, value in numbers.items()} for arm, numbers in arms.items()}
-    assert words in list(toy_env.closing_sentences(seeds, 7))[sentence]
+def test_toy_closing_sentences_follow_the_numbers(changed, words):
+    numbers = {"success_before": 0.5, "success_after": 0.5, "zero_std_first": 0.9, **changed}
+    arms = {"sft+grpo": {name: [value] * 2 for name, value in numbers.items()}}
+    assert words in "\n".join(toy_env.closing_sentences(arms))
 
 
 def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeypatch, capsys):
     args, _ = toy_env.parse_arguments(["--group-size", "3", "--test-tasks", "6"])
     tokenizer, task = toy_env.make_tokenizer(), toy_env.draw_tasks(args, 0)[1][1]
-    policy = scripted_policy(["find cup", "done"], tokenizer)
-    (t,) = rollout([toy_env.House(task)], [None], policy, tokenizer)
-    monkeypatch.setattr(toy_env, "load", lambda *given: (None, tokenizer, None))
+    (t,) = rollout([toy_env.House(task)], [None], scripted_policy(["find cup", "done"], tokenizer), tokenizer)
+    monkeypatch.setattr(toy_env.pickle, "loads", lambda tuned: (None, tokenizer))
     monkeypatch.setattr(toy_env, "sampling", lambda *given: (None, {}))
-    monkeypatch.setattr(toy_env, "collect_groups", lambda *given, **_: [
+    monkeypatch.setattr(rcgrpo, "collect_groups", lambda *given, **_: [
         replace(t, reward=R, reward_token=HIGH) for R in (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)])
-    toy_env.show_group(args, 0, "rctp+rc-grpo")
+    toy_env.show_group(args, "rctp+rc-grpo", b"")
     title, counted, *rows = capsys.readouterr().out.strip().split("\n")
     assert toy_env.request(task) in title and title.endswith("mu_g = 0.33, sigma_g = 0.47")
     assert counted.strip() == "(sigma_g = 0 in 2 of 3 groups of such tasks)"
@@ -2743,87 +2668,18 @@ def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeyp
     assert rows == [good, bad, bad]
 
 
-def test_toy_the_report_shows_the_numbers_of_the_runs(capsys):
-    success = {0: (0.0, 0.5), 1: (0.1, 0.6), 2: (0.5, 1.0)}  # seed: at the first and at the last step
-
-    def line(seed, n):
-        ends = {0: 0, 19: 1}
-        at = {"success": success[seed][ends[n]], "success_without_token": 0.3 * ends[n]} if n in ends else {}
-        return {"sigma": seed * n, "zero_std": n / 10, "sigma2": n / 5, "sigma2_floor": n / 50,
-                "reward_high_minus_low": n if n % 10 else None, **at}
-
-    runs = [{"sft+rc-grpo": [line(seed, n) for n in range(20)]} for seed in range(3)]
-    toy_env.report(runs, toy_env.summarise(runs), 20)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.split("\n")]
-    assert ("sft+rc-grpo high 0.20±0.22 -> 0.70±0.22 0.50±0.41 -> 18.50±15.11 0.05±0.00 -> 1.85±0.00 "
-            "1.00±0.00 -> 18.50±0.00 0.10±0.00 (0.01±0.00)") in lines
-    assert "the same none 0.00±0.00 -> 0.30±0.00" in lines and "sft+rc-grpo reward token high |▁▅|" in lines
-    assert toy_env.sparkline([0, 0.25, 0.5], 0.5) == " ▄█"
-
-
-@pytest.mark.parametrize("end", ["ctrl-C", "kill -9"])
-def test_toy_however_it_ends_all_its_processes_do(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
-    out, screen = tmp_path / "out", open(tmp_path / "screen", "w")
-    main = os.fork()
-    if not main:
-        os.setsid()  # ctrl-C reaches the processes that it starts, too
-        sys.stderr = screen
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            toy_env.main(["--jobs", "2", "--out", str(out)])
-        except SystemExit as stopped:
-            print(stopped, file=screen, flush=True)
-        finally:
-            os._exit(0)
-    files = [out / "seed-0" / f"{name}.jsonl.part" for name in ("sft", "rctp")]
-
-    def work(size):  # metrics come as they go
-        while not all(file.exists() and file.stat().st_size > size for file in files):
-            assert os.waitpid(main, os.WNOHANG) == (0, 0)
-            time.sleep(0.1)
-
-    work(0)
-    children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
-    for child in children:  # that is for the process that started them
-        os.kill(int(child), signal.SIGINT)
-    work(max(file.stat().st_size for file in files) + 1000)
-    if end == "ctrl-C":
-        os.killpg(main, signal.SIGINT)
-    else:
-        os.kill(main, signal.SIGKILL)
-
-    def running(child):
-        return Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text()
-
-    latest = time.monotonic() + 30
-    while (alive := os.waitpid(main, os.WNOHANG) == (0, 0)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    while end == "kill -9" and any(map(running, children)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    survivors = alive, *filter(running, children)
-    with suppress(ProcessLookupError):
-        os.killpg(main, signal.SIGKILL)
-    said = (tmp_path / "screen").read_text()
-    assert "Traceback" not in said
-    assert ("stopped; the same command with --resume goes on" in said) == (end == "ctrl-C")
-    assert len(children) == 2 and survivors == (False,)
-    assert all(file.exists() for file in files)  # none went on to its end
-
-
 def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
     """What the project is about, in fewer steps than by default: SFT + GRPO has almost no group with variance
-    and gains nothing; RCTP + RC-GRPO has many, and begins to solve what nobody demonstrated. Seed 1."""
+    and gains nothing; RCTP + RC-GRPO has many, and what it finds is learned. Seed 1."""
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.get)  # two processes, the default
-    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo", "--stage1-steps", "160",
+    toy_env.main(["--seed", "1", "--arms", "sft+grpo", "rctp+rc-grpo+hindsight", "--stage1-steps", "160",
                   "--steps", "20", "--test-tasks", "60", "--out", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
     sft, rc = ({name: seeds[0] for name, seeds in arm.items()} for arm in summary["arms"].values())
     assert min(sft["success_before"], rc["success_before"]) > 0.4  # both know what was demonstrated
-    assert sft["zero_std_first"] > 0.8 and sft["zero_std_first"] - rc["zero_std_first"] > 0.2
+    assert sft["zero_std_first"] > 0.85 and rc["zero_std_first"] < 0.5
     assert sft["success_after"] - sft["success_before"] < 0.05
     assert rc["success_after"] - rc["success_before"] > 0.1
-    assert rc["reward_high_minus_low_first"] > 0.1 and rc["sigma2_first"] > rc["floor_first"]
 
 
 # ===== train_bfcl.py 1-5 and 15. Settings, pipeline, run folders =====
@@ -2854,25 +2710,27 @@ def base(tmp_path_factory):
     return folder
 
 
-TINY = ("--failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --group-size 3 "
-        "--max-new-tokens 24 --max-tokens 8192 --checkpoint-every 1 --stage1-lr 1e-3 --lr 1e-3 "
-        "--goals high").split()
-whole_pipeline = bfcl.pipeline
+TINY = ("--smoke --failures corrupt --limit 2 --epochs 2 --stage1-batch 2 --batch 2 --steps 4 --lr 1e-3 "
+        "--reward-tokens high").split()
 
 
-def small_pipeline(settings, processes):
-    """The pipeline with prompts that list no tools, so that it is quick, and rewards that vary; on a machine
-    with 16 GiB free."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bfcl, "system_text", lambda tools: bfcl.SYSTEM_PROMPT)
-        patch.setattr(bfcl, "memory_there", lambda processes: 2**34)
-        whole_pipeline(settings, processes, bfcl.ParityEnv)
+def settings(base, out, *more):
+    return bfcl.parse_arguments([*TINY, "--model", str(base), "--out", str(out), *more])
 
 
 def tiny_run(base, out, *more):
+    """A smoke run of eight steps, with prompts that list no tools, so that it is quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bfcl, "pipeline", small_pipeline)
-        bfcl.main(["--model", base, "--out", out, *TINY, *more])
+        patch.setattr(bfcl, "system_text", lambda tools: bfcl.SYSTEM_PROMPT)
+        bfcl.main([*TINY, "--model", base, "--out", out, *more])
+
+
+def refused(base, out, *more):
+    """The one line with which a tiny run ends."""
+    with pytest.raises(SystemExit) as end:
+        tiny_run(base, out, *more)
+    assert isinstance(end.value.code, str) and "\n" not in end.value.code, end.value.code
+    return end.value.code
 
 
 def weights(folder):
@@ -2887,9 +2745,9 @@ def assert_same_run(a, b):
     for name in ("stage1", "model"):
         one, other = weights(a / name), weights(b / name)
         assert all(torch.equal(one[key], other[key]) for key in one)
-    for name in ("metrics.jsonl", "samples.jsonl", "data.jsonl", "eval.json", "trajectories.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "data.json", "eval.json", "trajectories.jsonl"):
         assert (a / name).read_text() == (b / name).read_text(), name
-    assert not any((b / "checkpoints").iterdir())
+    assert {p.name for p in a.iterdir()} == {p.name for p in b.iterdir()} and not list(b.glob("**/.*.part"))
 
 
 @pytest.fixture(scope="session")
@@ -2906,7 +2764,7 @@ def test_bfcl_the_defaults_are_the_papers():
         return [getattr(bfcl.parse_arguments(flags), name) for name in names.split()]
 
     assert value("model init rl") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo"]
-    assert value("split protocol") == ["grouped", "combined"]
+    assert value("split protocol hindsight") == ["grouped", "combined", False]
     assert value("lr stage1_lr beta clip group_size p_high steps") == [1e-6, 1e-5, 0.1, 0.2, 5, 0.5, 400]
     assert value("epochs stage1_batch batch") == [5, 16, 256]
     assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
@@ -2915,45 +2773,40 @@ def test_bfcl_the_defaults_are_the_papers():
     assert value("max_tokens max_new_tokens tokens_per_pass rollout_tokens") == [16384, 1024, 24576, 2**17]
     assert value("checkpoint_every eval_every max_grad_norm seed") == [10, 25, 1.0, 0]
     assert value("group_size", "--group-size", "1", "--rl", "none") == [1]
-    assert value("goals") == [["high", "low", "none"]]
-    assert value("goals", "--goals", "low", "low") == [["low"]]
+    assert value("reward_tokens") + value("reward_tokens", "--reward-tokens", "low", "low") == [
+        ["high", "low", "none"], ["low"]]
+    assert value("steps lr model", "--smoke", "--lr", "0.5") == [2, 0.5, "tiny"]
 
 
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
     assert {p.name for p in whole_run.iterdir() if p.name != "tensorboard"} == {
-        ".lock", "config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl", "samples.jsonl",
-        "checkpoints", "stage1", "model", "eval.json", "trajectories.jsonl"}
-    lines = read_lines(whole_run / "metrics.jsonl")
+        ".lock", "config.json", "data.json", *bfcl.LOGS, "stage1", "model", "eval.json", "trajectories.jsonl"}
+    lines, clock = (read_lines(whole_run / name) for name in bfcl.LOGS[:2])
     steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
-    assert not any("seconds" in name for line in lines for name in line)
-    assert all(line["grad_norm"] > 0 for line in lines)
-    data = read_lines(whole_run / "data.jsonl")
+    assert not any("seconds" in name for line in lines for name in line) and "update_seconds" in clock[0]
+    assert all(line["grad_norm"] > 0 for line in lines) and lines[4]["kl"] == 0 < lines[5]["kl"]
+    data = json.loads((whole_run / "data.json").read_text())
     assert sorted((t["reward_token"], t["reward"]) for t in data) == [(HIGH, 1.0)] * 2 + [(LOW, 0.0)] * 2
     evaluated = read_lines(whole_run / "trajectories.jsonl")
     assert len(evaluated) == 2 and any(line["truncated"] for line in evaluated)
     for line in evaluated:
-        assert {"id", "goal", "reward", "reason", "truncated", "calls", "messages"} == set(line)
+        assert {"id", "reward_token", "reward", "reason", "truncated", "calls", "messages"} == set(line)
         assert [m["role"] for m in line["messages"][:2]] == ["system", "user"]
         assert line["reason"].startswith("ran into --max-tokens") == line["truncated"]
     samples = read_lines(whole_run / "samples.jsonl")
     assert [line["step"] for line in samples] == [0, 1, 2, 3]
     assert all(line["reward_token"] in line["text"] and line["reward"] in (0, 1) for line in samples)
-    overall = json.loads((whole_run / "eval.json").read_text())["goals"]["high"]["overall"]
-    assert (overall["n"], overall["k"]) == (2, 0)
-    for name, rl in (("stage1", "none"), ("model", "rc-grpo")):
-        origin = json.loads((whole_run / name / "rcgrpo.json").read_text())
-        assert origin.items() >= {"init": "rctp", "rl": rl, "split": "grouped", "seed": 0}.items()
 
 
-# ----- whatever kills a run: the same command with --resume makes the run that was not killed
+# ----- whatever ends a run: the same command makes the run that was not ended
 
 
 class Killed(BaseException):
     pass
 
 
-def dies(owner, name, call, after=True, error=Killed):
+def dies(owner, name, call, error=Killed, after=True):
     """A run in which this call, counted from 0, of a function raises, after or in place of its work."""
     def injury(base, out):
         function, calls = getattr(owner, name), itertools.count()
@@ -2967,120 +2820,103 @@ def dies(owner, name, call, after=True, error=Killed):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, deadly)
-            with pytest.raises((Killed, SystemExit)) as end:
-                tiny_run(base, out)
-        assert error is Killed or re.search("(?s)(stopped|No space left).*--resume", str(end.value.code))
+            if error is NO_SPACE:
+                assert re.search("could not write .*: make room.*No space left", refused(base, out))
+            else:
+                with pytest.raises(Killed):
+                    tiny_run(base, out)
     return injury
 
 
-def killed_by_the_kernel_while_it_saves(base, out):
-    run = FORKS.Process(target=tiny_run, args=(base, out))
-    run.start()
-    while not list((out / "checkpoints").glob("stage2-*")):
-        assert run.is_alive()
-        time.sleep(0.02)
-    with pytest.raises(SystemExit, match="another process is at work there"):
-        tiny_run(base, out, "--resume")
-    run.kill()
-    run.join()
-    (out / "checkpoints" / ".stage2-000009.part").mkdir()  # as if it had died in the middle of the next one
+def killed_by_the_kernel(base, out):
+    """kill -9 as soon as there is such a file or folder. Nobody else may work there before."""
+    for name in ("data.json", "checkpoints/stage1-000002", "stage1", "model"):
+        run = FORKS.Process(target=tiny_run, args=(base, out))
+        run.start()
+        while not (out / name).exists():
+            assert run.is_alive()
+            time.sleep(0.005)
+        if name == "stage1":
+            assert "perhaps another process is at work there" in refused(base, out)
+        run.kill()
+        run.join()
 
 
-def a_checkpoint_damaged_and_a_line_cut(base, out):
+def damaged_checkpoint(base, out):
     dies(bfcl.Run, "log", 7)(base, out)
-    *_, newest = sorted((out / "checkpoints").iterdir())
-    assert newest.name == "stage2-000003"
-    for file in newest.glob("*.distcp"):
+    (folder,) = (out / "checkpoints").iterdir()
+    assert folder.name == "stage2-000003"
+    for file in folder.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    with open(out / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"stage": "sta')
+    assert f"{folder} cannot be read: delete it, and stage2 begins anew" in refused(base, out)
+    shutil.rmtree(folder)
 
 
 NO_SPACE = OSError(28, "No space left on device")
 INJURIES = {
-    "a line of stage 1": dies(bfcl.Run, "log", 2), "the first of stage 2": dies(bfcl.Run, "log", 4),
-    "a checkpoint": dies(bfcl.Run, "save", 4), "kill -9": killed_by_the_kernel_while_it_saves,
-    "a model saved, its checkpoints not removed": dies(bfcl.Run, "_remove_checkpoints", 0, after=False),
-    "damaged checkpoint": a_checkpoint_damaged_and_a_line_cut,
-    "full disk, a checkpoint": dies(os, "fsync", 8, error=NO_SPACE),  # torch wraps it
-    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=NO_SPACE),
-    "ctrl-C": dies(bfcl, "rcgrpo_step", 2, after=False, error=KeyboardInterrupt),
+    "kill -9": killed_by_the_kernel, "damaged checkpoint": damaged_checkpoint,
+    "a model saved, its checkpoint still there": dies(bfcl, "evaluate", 0, after=False),
+    "full disk, a checkpoint": dies(os, "fsync", 8, NO_SPACE),  # torch wraps it
+    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, NO_SPACE),
 }
 
 
 @pytest.mark.parametrize("injury", INJURIES)
-def test_bfcl_a_run_that_was_killed_goes_on_to_the_same_end(whole_run, base, tmp_path, injury):
+def test_bfcl_a_run_that_was_ended_goes_on_to_the_same_end(whole_run, base, tmp_path, injury):
     out = tmp_path / "x"
     INJURIES[injury](base, out)
-    if "full disk" in injury:
-        assert not list(out.glob("**/.*.part")) and not (out / "model").exists()
-    if list((out / "checkpoints").glob("*-0*")) and not (out / "stage1").exists():
-        with pytest.raises(SystemExit, match="add --resume"):
-            tiny_run(base, out)
-    changed = "--tokens-per-pass", "20000", "--checkpoint-every", "3"  # memory and speed may change
-    tiny_run(base, out, "--resume", *changed)
+    if not (out / "model").exists():
+        with open(out / "metrics.jsonl", "a") as metrics:
+            metrics.write('{"stage": "sta')  # as if it had died in the middle of a line,
+    (out / "checkpoints" / ".stage2-000009.part").mkdir(parents=True)  # or of a checkpoint
+    tiny_run(base, out, "--tokens-per-pass", "20000", "--checkpoint-every", "3")  # these may change
     assert_same_run(whole_run, out)
-    assert not list(out.glob("**/.*.part"))
 
 
-def test_bfcl_stages_run_alone_and_pick_up_what_is_there(whole_run, base, tmp_path):
-    out = tmp_path / "x"
-    for stage, made in (("data", "data.jsonl"), ("stage1", "stage1"), ("stage2", "model"),
-                        ("eval", "eval.json")):
-        if stage in ("data", "stage2"):
-            needs, later = ("stage1", "stage2") if stage == "data" else ("stage2", "eval")
-            with pytest.raises(SystemExit, match=f"no {needs} model in .*: run --stage {needs} first"):
-                tiny_run(base, out, "--stage", later)
-        assert not (out / made).exists()
-        tiny_run(base, out, "--stage", stage)
-        assert (out / made).exists()
-    assert_same_run(whole_run, out)
-    before = (out / "metrics.jsonl").read_bytes()
-    tiny_run(base, out)  # everything is there: only the evaluation is made anew
+def test_bfcl_what_is_there_is_not_made_again(whole_run, base, tmp_path):
+    out = shutil.copytree(whole_run, tmp_path / "x")
     shutil.rmtree(out / "stage1")  # which nothing needs any more
-    tiny_run(base, out, "--resume")
-    assert (out / "metrics.jsonl").read_bytes() == before and not (out / "stage1").exists()
-    shutil.rmtree(out / "model")  # both stages again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bfcl, "load_model", None)
+        tiny_run(base, out)
+    for names in (["low"], ["none", "low"]):  # what was evaluated before stays
+        tiny_run(base, out, "--reward-tokens", *names)
+    before, after = (json.loads((run / "eval.json").read_text())["results"] for run in (whole_run, out))
+    assert list(after) == ["high", "low", "none"] and after["high"] == before["high"]
+    evaluated = [(line["reward_token"], line["id"]) for line in read_lines(out / "trajectories.jsonl")]
+    assert len(set(evaluated)) == len(evaluated) == 6 and not (out / "stage1").exists()
+    shutil.rmtree(out / "model")  # both stages again, and no results of the model that is gone
     tiny_run(base, out)
     assert_same_run(whole_run, out)
 
 
-@pytest.mark.parametrize("skipped", [[1, 1, 1], [1, 1, 0, 1]])
-def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_across_a_resume(
+@pytest.mark.parametrize("skipped", [[1, 2, 1], [1, 1, 0, 1]])
+def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_when_it_goes_on(
         base, tmp_path, monkeypatch, skipped):
-    step, out, coming = bfcl.rctp_step, tmp_path / "x", iter(skipped)
+    step, coming = bfcl.rctp_step, iter(skipped)
     monkeypatch.setattr(bfcl, "rctp_step", lambda *args, **kwargs: {
-        **step(*args, **kwargs), "skipped": next(coming), "grad_norm": math.nan})
-    dies(bfcl.Run, "save", 1)(base, out)
-    with pytest.raises(SystemExit, match="three steps in a row") if 0 not in skipped else nullcontext():
-        tiny_run(base, out, "--resume", "--stage", "stage1")
-    lines = read_lines(out / "metrics.jsonl")
-    noted = [(line["step"], line["grad_norm"], line["skipped"]) for line in lines]
-    assert noted == [(n, None, skip) for n, skip in enumerate(skipped)]
-    evidence = [len(read_lines(file)) for file in out.glob("non-finite-stage1-2-*.jsonl")]
-    assert evidence == ([1 + 2] if 0 not in skipped else [])
+        **step(*args, **kwargs), "skipped": next(coming), "loss": math.nan, "grad_norm": None})
+    dies(bfcl.Run, "save_checkpoint", 1)(base, tmp_path)
+    said = tiny_run(base, tmp_path) if 0 in skipped else refused(base, tmp_path)
+    assert str(said).startswith("stopped: three steps in a row") == (0 not in skipped)
+    noted = [(line["loss"], line["skipped"]) for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert noted[: len(skipped)] == [(None, skip) for skip in skipped]
 
 
-def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_path, monkeypatch):
-    class Writer:
-        def __init__(self, folder):
-            Path(folder).mkdir(parents=True)
-            self.file = open(Path(folder) / f"events{time.monotonic_ns()}", "w")
-            self.close = self.file.close
+def test_bfcl_tensorboard_is_told_from_which_step_on_points_are_made_again(base, tmp_path, monkeypatch):
+    told = []
 
-        def add_scalar(self, name, value, step):
-            print(name, step, value, file=self.file, flush=True)
+    def writer(folder, purge_step, flush_secs):
+        told.append((Path(folder).name, "purge", purge_step))
+        return SimpleNamespace(add_scalar=lambda *point: told.append(point))
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    dies(bfcl.Run, "log", 6)(base, tmp_path / "x")
-    tiny_run(base, tmp_path / "x", "--resume")
-    points = [line.split() for file in (tmp_path / "x" / "tensorboard").iterdir() for line in open(file)]
-    shown = {(name, int(step)): float(value) for name, step, value in points}
-    assert len(shown) == len(points)
-    for line in read_lines(tmp_path / "x" / "metrics.jsonl"):
-        for name in {"loss", "grad_norm", "reward"} & line.keys():
-            assert shown[f"{line['stage']}/{name}", line["step"]] == line[name]
-    assert sum(name == "stage2/update_seconds" for name, _ in shown) == 4
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    dies(bfcl.Run, "log", 6)(base, tmp_path)
+    tiny_run(base, tmp_path)
+    assert [event for event in told if "purge" in event] == [
+        ("stage1", "purge", 0), ("stage2", "purge", 0), ("stage2", "purge", 2)]
+    *_, last = read_lines(tmp_path / "metrics.jsonl")
+    assert {("loss", last["loss"], 3), ("reward", last["reward"], 3)} < {*told}
 
 
 # ----- what is refused: in one line, before --out is claimed
@@ -3088,7 +2924,7 @@ def test_bfcl_tensorboard_shows_every_point_once_also_after_a_resume(base, tmp_p
 
 OUT_OF_RANGE = """
 --beta nan|--beta -0.1|--beta true|--temperature inf|--temperature 0|--failure-temperature 1e-300
---lr inf|--lr -1|--stage1-lr 0|--steps 1.5|--batch x|--batch 0|--stage1-batch 0|--p-high 2
+--lr inf|--lr -1|--stage1-lr 0|--steps 1.5|--batch x|--batch 0|--stage1-batch 0|--p-high 2|--steps 0
 --max-grad-norm 0|--epochs 0|--epochs 0x10|--checkpoint-every 0|--eval-every 0|--rollout-tokens 0
 --tokens-per-pass 0|--seed -1|--seed 1e3|--limit -1|--updates 0|--clip 0|--max-turns 0|--max-tokens 0
 --max-new-tokens 0|--group-size 0""".strip().replace("\n", "|").split("|")
@@ -3098,16 +2934,12 @@ OUT_OF_RANGE = """
     *[(flags, f"argument {flags.split()[0]}: must be a .*number from .* to ") for flags in OUT_OF_RANGE],
     ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
     (f"--steps {10**400}", "--steps: must be a whole number from 1 to 1e[+]09"),
-    ("--ratio product", "invalid choice"),
-    ("--epoch 3", "unrecognized arguments"),
+    ("--ratio product", "invalid choice"), ("--reward-tokens high medium", "invalid choice"),
+    ("--epoch 3", "unrecognized arguments"), ("--resume", "unrecognized arguments"),
     ("--out=", "--out, --model and --stage1 must not be empty"),
     ("--stage1=", "--out, --model and --stage1 must not be empty"),
     ("--group-size 1", "--group-size needs at least 2"),
     ("--init none --stage1 x", "say how it was trained, rctp or sft"),
-    ("--init none --stage data", "nothing to do"),
-    ("--stage1 x --stage stage1", "nothing to do"),
-    ("--rl none --stage stage2", "nothing to do"),
-    *((f"--smoke {other}", "leave out") for other in ("--stage data", "--plan", "--resume", "--stage1 x")),
 ])
 def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -3115,286 +2947,190 @@ def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
     assert re.search(words, capsys.readouterr().err.strip().split("\n")[-1])
 
 
-def altered(folder, name, edit):
-    """One file is changed. edit: None deletes it, a number cuts it there, bytes take its place, a dict
-    changes the JSON in it; or a function of its bytes."""
-    content = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if isinstance(edit, int):
-        content = content[:edit]
-    if isinstance(edit, dict):
-        content = json.dumps({**json.loads(content), **edit}).encode()
-    if isinstance(edit, bytes):
-        content = edit
+def altered(folder, to, name, edit):
+    """A copy with one file changed. edit: None deletes it, a number cuts it there, bytes take its place, a
+    dict changes the JSON in it; or a function of its bytes."""
+    file = shutil.copytree(folder, to) / name
+    content = file.read_bytes()
+    file.unlink()  # it may be linked
     if edit is not None:
-        (folder / name).write_bytes(edit(content) if callable(edit) else content)
-    return folder
+        changed = {int: lambda: content[:edit], bytes: lambda: edit,
+                   dict: lambda: json.dumps({**json.loads(content), **edit}).encode()}
+        file.write_bytes(changed.get(type(edit), lambda: edit(content))())
+    return to
 
 
 def with_model(name, edit):
-    return lambda base, run, tmp: ["--model", altered(shutil.copytree(base, tmp / "model"), name, edit)]
+    return lambda base, run, tmp: ["--model", altered(base, tmp / "model", name, edit)]
 
 
-def with_stage1(*flags, folder="stage1", name="rcgrpo.json", edit=bytes):
+def with_stage1(*flags, folder="stage1", edit=bytes):
     return lambda base, run, tmp: [
-        "--stage1", altered(shutil.copytree(run / folder, tmp / folder), name, edit), *flags]
+        "--stage1", altered(run / folder, tmp / folder, "rcgrpo.json", edit), *flags]
 
 
-def with_run(name, edit, unfinished=("stage1", "model"), flags=()):
+def with_run(name, edit, *flags, unfinished=("stage1", "model")):
     def flags_of(base, run, tmp):
-        folder = altered(shutil.copytree(run, tmp / "run"), name, edit)
+        folder = altered(run, tmp / "run", name, edit)
         for stage in unfinished:
             shutil.rmtree(folder / stage)
         return ["--out", folder, *flags]
     return flags_of
 
 
-def lines(change):
-    return lambda content: b"".join(change(content.splitlines(keepends=True)))
-
-
-def swapped(old, new):
-    return lambda content: content.replace(old.encode(), new.encode(), 1)
-
-
-THIRD_LAYER = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-CHANGING_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
-                 "original_max_position_embeddings": 256}
+LOWER = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
+                             "original_max_position_embeddings": 256}}
 NO_LLM, OLD = (kind().to_json_string(use_diff=False).encode() for kind in (Gemma3Config, GPT2Config))
-SCORING = "--init none --rl none --split paper --model".split()
+RATED = partial(with_run, unfinished=())
 REFUSED_FLAGS = [
     # models
-    ("--model no/such-model", "cannot load a tokenizer"),
-    ("--stage1 /nowhere", "cannot load"),
+    ("--model no/such-model", "cannot be used: it must be a model on the hub or a folder with one"),
+    ("--stage1 /nowhere", "cannot be used"),
     (with_model("chat_template.jinja", None), "no chat template"),
-    (with_model("chat_template.jinja", b"{{ raise_exception('no') }}"), "cannot be used"),
     (with_model("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x), "on messages of system, user"),
-    (with_model("tokenizer.json", 999), "cannot load a tokenizer"),
-    (with_model("config.json", 50), "cannot load"),
-    (with_model("config.json", b"[]"), "cannot load"),
-    (with_model("config.json", {"model_type": "x"}), "cannot load"),
+    (with_model("tokenizer.json", 999), "cannot be used"),
+    (with_model("config.json", b"[]"), "cannot be used"),
+    (with_model("config.json", {"model_type": "x"}), "cannot be used"),
     (with_model("model.safetensors", 999), "cannot load a model"),
-    (with_model("model.safetensors", None), "cannot load a model"),
-    (with_model("config.json", THIRD_LAYER), "no weights for"),
-    (with_model("config.json", {"max_position_embeddings": 4096}), "give --max-tokens 4096 or less"),
-    (with_model("config.json", {"rope_parameters": CHANGING_ROPE}), "--max-tokens 256 or less"),
+    (with_model("config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
+     "cannot load a model .*no weights for"),
+    (with_model("config.json", {"max_position_embeddings": 4096}), "--max-tokens 8192: give 4096 or less"),
+    (with_model("config.json", LOWER), "give 256 or less"),
     (with_model("config.json", NO_LLM), "more than a language model"),
-    (with_model("config.json", OLD), "used here: no intermediate_size"),
+    (with_model("config.json", OLD), "no attribute 'layers'"),
     # the stage-1 model
     (lambda base, run, tmp: ["--stage1", base], "never saw reward tokens"),
     (with_stage1("--init", "sft"), "--init rctp, not sft"),
     (with_stage1("--split", "paper"), "--split grouped, not paper"),
     (with_stage1("--model", "other"), "not other"),
     (with_stage1(folder="model"), "--rl rc-grpo, not none"),
-    (lambda base, run, tmp: [*SCORING, run / "model"], "grouped, not paper"),  # on what it saw
-    (with_stage1(edit=9), "rcgrpo.json is damaged"),
-    (with_stage1(edit=b"{}"), "it must hold init"),
+    (lambda base, run, tmp: ["--init", "none", "--split", "paper", "--model", run / "model"],
+     "grouped, not paper"),  # it may have seen the test tasks
+    (with_stage1(edit=b"[1]"), "rcgrpo.json is damaged: train"),
     # the run folder
     (lambda base, run, tmp: ["--out", base / "config.json"], "config.json cannot be used"),
     (lambda base, run, tmp: ["--out", base / "config.json" / "x"], "x cannot be used"),
-    (with_run("config.json", bytes, flags=["--lr", "0.5"]), "--lr was 0.001, now 0.5"),
-    (with_run("config.json", bytes, flags=["--stage1-lr", "0.5"]), "--stage1-lr was 0.001, now 0.5"),
-    (with_run("config.json", bytes, flags=["--max-grad-norm", "2"]), "--max-grad-norm was 1.0, now 2"),
-    (with_run("config.json", 40), "config.json is damaged"),
-    (with_run("config.json", b"[]"), "config.json is damaged"),
-    (with_run("data.jsonl", 0), "data.jsonl is cut after line 0"),
-    (with_run("data.jsonl", lines(lambda x: x[:3])), "data.jsonl is cut after line 3"),  # half a pair
-    (with_run("data.jsonl", -99), "data.jsonl, line 4: "),
-    (with_run("data.jsonl", lines(lambda x: x + x[:1])), "data.jsonl, line 5: .*twice"),
-    (with_run("data.jsonl", lines(lambda x: [b'{"a": 1}\n', *x])), "line 1: .*unexpected keyword"),
-    (with_run("data.jsonl", swapped("[", "[99999")), "line 1: ids that"),
-    (with_run("data.jsonl", swapped("1, 1]", "1]")), "line 1: ids and mask"),
-    (with_run("data.jsonl", swapped('"mask": [0', '"mask": [1')), "line 1: ids and mask"),
-    (with_run("data.jsonl", swapped('"reward": 1', '"reward": 0')), "line 1: no trajectory of"),
-    (with_run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', ()), "line 9: there is no 'stage'"),
-    (with_run("metrics.jsonl", lines(lambda x: x + x[:1]), ()), "metrics.jsonl, line 9: .*before"),
-    (with_run("timings.jsonl", lambda x: b'{"sta\n' + x, ()), "timings.jsonl, line 1: "),
-    (with_run("stage1/model.safetensors", 5000, ["model"]), "cannot load a model from .*stage1"),
-    ("--max-tokens 50", "not one of the 2 training tasks fits into --max-tokens 50"),
-    ("--rollout-tokens 1000000000", "does not fit: .*lower --rollout-tokens"),
-    ("--plan --max-tokens 99999", "--max-tokens 16384 or less"),
+    (with_run("config.json", bytes, "--lr", "0.5"), "--lr was 0.001, now 0.5"),
+    (with_run("config.json", bytes, "--protocol", "turns"), "--protocol was 'combined', now 'turns'"),
+    (with_run("config.json", 40), "config.json is damaged: choose another"),
+    (with_run("data.json", -99), "data.json is damaged: delete it"),
+    (with_run("data.json", lambda x: x.replace(b"mask", b"musk")), "data.json is damaged: .*unexpected"),
+    (RATED("eval.json", b"{}", "--reward-tokens", "low"), "eval.json is damaged: .*'results'"),
+    (RATED("trajectories.jsonl", lambda x: b"{}\n" + x, "--reward-tokens", "low"), "line 1, is damaged"),
+    (with_run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', unfinished=["model"]), "line 9, is .*'stage'"),
+    (with_run("metrics.jsonl", lambda x: b"\xff" + x, unfinished=["model"]), "line 1, is .*: delete it"),
+    (with_run("stage1/model.safetensors", 5000, unfinished=["model"]), "cannot load a model from .*stage1"),
+    ("--max-tokens 50", "no training task fits into --max-tokens 50"),
 ]
-CLAIMED = "cannot load a model", "no weights for", "not one of"  # only the attempt shows
+CLAIMED = "cannot load a model", "no training task"  # only the attempt shows
 
 
 @pytest.mark.parametrize("flags, words", REFUSED_FLAGS, ids=[words for _, words in REFUSED_FLAGS])
 def test_bfcl_what_cannot_work_is_refused_in_one_line_before_anything_is_written(
         base, whole_run, tmp_path, flags, words):
     flags = flags.split() if isinstance(flags, str) else flags(base, whole_run, tmp_path)
-    with pytest.raises(SystemExit) as refused:
-        tiny_run(base, tmp_path / "x", *flags)
-    said = refused.value.code
-    assert re.search(words, said) and "\n" not in said, said
+    said = refused(base, tmp_path / "x", *flags)
+    assert re.search(words, said), said
     assert words.startswith(CLAIMED) or not (tmp_path / "x").exists()
 
 
-# ----- data, arms, evaluation
+def test_bfcl_batches_that_processes_cannot_share_are_refused(base, monkeypatch):
+    monkeypatch.setattr(bfcl, "SIZE", 3)
+    for batch, flags in (("--stage1-batch", ""), ("--batch", "--stage1-batch 3"), ("--batch", "--init none")):
+        with pytest.raises(SystemExit, match=f"{batch} 2 cannot be shared evenly by 3 processes"):
+            bfcl.check_everything(settings(base, "x", *flags.split()))
+    bfcl.check_everything(settings(base, "x", "--stage1-batch", "3", "--rl", "none"))
 
 
-def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_its_arm(whole_run, tmp_path):
-    tiny_run(whole_run / "model", tmp_path / "turns", "--init", "none", "--rl", "none", "--protocol", "turns",
-             "--goals", "high", "low", "none", "--max-new-tokens", "8")
-    results = json.loads((tmp_path / "turns" / "eval.json").read_text())
-    assert results["protocol"] == "turns" and set(results["goals"]) == {"high", "low", "none"}
-    assert (results["arm"], results["reward_token"]) == ("rctp + rc-grpo", "high")
-
-
-def test_bfcl_the_table_stars_the_reward_token_that_its_arm_was_trained_under():
-    tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0},
-                          {"id": "multi_turn_miss_func_2", "reward": 0.0}])
-    counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
-    assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
-    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
-        own = bfcl.own_reward_token(init, rl)
-        assert own == ("high" if rl == "rc-grpo" or init == "rctp" else "none")
-        printed = bfcl.table(f"{init} + {rl}", dict.fromkeys(bfcl.REWARD_TOKENS, tallied), own)
-        assert re.findall(r"(\w+) [*] +50.00 \(1/2\)", printed) == [own] and printed.endswith(f"under: {own}")
-        assert bfcl.table("", {"low": tallied}, own).endswith(f"under: {own}; not among --goals")
+# ----- data, batches, evaluation
 
 
 def data_run(base, tmp_path, *flags):
-    s = bfcl.parse_arguments(["--model", str(base), "--out", str(tmp_path / "x"), *TINY, *flags])
-    tokenizer = bfcl.check_everything(s, 1)
-    train, _ = bfcl.choose_tasks(s.split, s.limit)
-    limits = {"max_turns": s.max_turns, "max_tokens": s.max_tokens}
-    return bfcl.Run(s.out, bfcl.binding_settings(s), bfcl.Processes()), train, tokenizer, limits
-
-
-def test_bfcl_success_along_the_way_is_that_of_a_few_tasks_under_the_token_of_the_arm():
-    tokenizer, heard = ready_tokenizer(), []
-    end, high = chat_format(tokenizer).end_of_turn, tokenizer.convert_tokens_to_ids(HIGH)
-    halves = [SimpleNamespace(gather=lambda x: [5 - sum(x), *x], mine=lambda items, rank=rank: items[rank::2])
-              for rank in (0, 1)]
-    low, high_end = bfcl.wilson(5, 20)
-    for processes, token in ((bfcl.Processes(), HIGH), (bfcl.Processes(), None), *zip(halves, (HIGH, None))):
-        heard.clear()
-        metrics = bfcl.evaluate_some(
-            processes, range(20), lambda task: Echo(answers=(), value=float(task % 4 == 0)),
-            lambda prompts: heard.extend(prompts) or [[7, end] for _ in prompts], tokenizer, token,
-            {"max_turns": 3, "max_tokens": 400})
-        assert metrics == {"test_success": 0.25, "test_low": low, "test_high": high_end, "test_tasks": 20}
-        shown = [prompt.count(high) for prompt in heard]
-        assert shown == [token == HIGH] * (10 if processes in halves else 20)
-    _, test = bfcl.split_tasks(TASKS, "grouped")
-    some = bfcl.some_of(test)
-    assert len(some) == 40 and some == bfcl.some_of(test) and all(task in test for task in some)
-    assert len({task["id"].rsplit("_", 1)[0] for task in some}) == 4  # all categories
-    assert bfcl.some_of(test[:3]) == test[:3]
-
-
-def test_bfcl_the_bar_of_rollouts_counts_those_that_are_over_in_the_first_process(capsys, monkeypatch):
-    monkeypatch.setattr(bfcl, "tqdm", partial(bfcl.tqdm, mininterval=0, miniters=1))
-    for rank in (0, 1):
-        with bfcl.rollout_bar("rollouts", 8, SimpleNamespace(rank=rank)) as progress:
-            for still_open in (8, 6, 6, 1, 0):
-                progress(still_open)
-        assert ("8/8" in (shown := capsys.readouterr().err)) == (rank == 0) == bool(shown)
-
-
-def test_bfcl_the_policy_is_the_one_that_is_asked_for():
-    model, tokenizer, generator = tiny_model(400), byte_level_tokenizer(), torch.Generator().manual_seed(5)
-    auto, plain, continuous = (bfcl.make_policy(model, tokenizer, 0.7, sampler, 9, 1000, 80, generator)
-                               for sampler in ("auto", "plain", "continuous"))
-    assert [type(policy) for policy in (auto, plain, continuous)] == [
-        ModelPolicy, ModelPolicy, bfcl.ContinuousPolicy]
-    given = plain.temperature, plain.max_new_tokens, plain.cache_tokens, plain.generator
-    assert given == (0.7, 9, 1000, generator)
-    given = continuous.temperature, continuous.generation.max_new_tokens, continuous.cache_tokens
-    assert given == (0.7, 9, 3000) and continuous.seeds.initial_seed() == 5 and continuous.max_tokens == 80
-    assert set(continuous.generation.eos_token_id) == plain.stop_ids == chat_format(tokenizer).stop_ids
+    s = settings(base, tmp_path / "x", *flags)
+    return s, bfcl.choose_tasks(s)[0], bfcl.check_everything(s), bfcl.Run(s)
 
 
 def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(base, tmp_path, monkeypatch):
-    run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
+    s, train, tokenizer, _ = data_run(base, tmp_path, "--limit", "6", "--failures", "rollout")
     real, sampled = bfcl.rollout, {}
 
     def half_right(envs, reward_tokens, policy, *args, **kwargs):
         played = real(envs, reward_tokens, policy, *args, **kwargs)
         if policy is scribble:
             played = [replace(t, reward=float(row % 2)) for row, t in enumerate(played)]
-            # the label needs 11: one has no room
-            limits["max_tokens"] = max(len(t.ids) for t in played[::2]) + 10
-            sampled.update((t.group, (env, t)) for env, t in zip(envs, played))
+            s.max_tokens = max(len(t.ids) for t in played[::2]) + 10  # the label needs 11: one has no room
+            sampled.update((t.group, t) for t in played)
         return played
 
     def scribble(prompts):
-        return [[*prompt[-3:], tokenizer.eos_token_id] for prompt in prompts]
+        return [[*prompt[-3:] * 200, tokenizer.eos_token_id] for prompt in prompts]
 
     monkeypatch.setattr(bfcl, "rollout", half_right)
-    failures = bfcl.make_failures(run, train, tokenizer, "combined", limits, 0, lambda: scribble)
+    monkeypatch.setattr(bfcl, "make_policy", lambda *_: scribble)
+    failures = bfcl.make_failures(s, train, tokenizer)
     assert {t.group for t in failures} == set(sampled) == {task["id"] for task in train}
     for t in failures:
-        prompt = chat_format(tokenizer).prompt(sampled[t.group][0].log[:2], LOW)
+        prompt = chat_format(tokenizer).prompt(sampled[t.group].opening, LOW)
         assert t.ids[: len(prompt)] == prompt and t.mask[: len(prompt)] == [0] * len(prompt)
-        assert (t.reward_token, t.reward) == (LOW, 0) and len(t.ids) <= limits["max_tokens"]
-    kept = [sampled[t.group][1].reward for t in failures if t.action_ids == sampled[t.group][1].action_ids]
+        assert (t.reward_token, t.reward) == (LOW, 0) and len(t.ids) <= s.max_tokens
+    kept = [sampled[t.group].reward for t in failures if t.action_ids == sampled[t.group].action_ids]
     assert kept == [0, 0]  # of six: three were right, one has no room for the label
 
 
-def test_bfcl_experts_too_long_for_the_limit_are_counted_and_missed_by_nobody(base, tmp_path, capsys):
-    run, train, tokenizer, limits = data_run(base, tmp_path, "--limit", "6")
-    lengths = {t.group: len(t.ids) for t in (bfcl.play_script(
-        task, "combined", expert_turns(task, "combined"), HIGH, tokenizer, limits) for task in train)}
-    limits["max_tokens"] = sorted(lengths.values())[3]
-    fitting = {name for name, length in lengths.items() if length <= limits["max_tokens"]}
-    data = bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
+def test_bfcl_experts_too_long_for_the_limit_are_left_out_and_counted(base, tmp_path, capsys):
+    s, train, tokenizer, run = data_run(base, tmp_path, "--limit", "6")
+    lengths = {task["id"]: len(bfcl.play_script(task, expert_turns(task), HIGH, tokenizer).ids)
+               for task in train}
+    s.max_tokens = sorted(lengths.values())[3]
+    fitting = {name for name, length in lengths.items() if length <= s.max_tokens}
+    data = bfcl.make_data(run, s, train, tokenizer)
     assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
     assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
-    assert bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None) == data  # from the file
-    limits["max_tokens"] += 1000
-    with pytest.raises(SystemExit, match="is missing"):
-        bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
+    assert bfcl.make_data(run, s, [], None) == data  # from the file
 
 
 @pytest.mark.parametrize("name, stand_in, words", [
-    ("corrupt_turns", lambda task, turns, rng: turns, "100 corruptions of .* all scored 1"),
-    ("expert_turns", lambda *task: expert_turns(*task)[-1:], "do not score 1")])  # done() alone
+    ("corrupt_turns", lambda task, rng: expert_turns(task), "100 corruptions of .* all scored 1, or"),
+    ("expert_turns", lambda task: expert_turns(task)[-1:], "do not score 1")])  # done() alone
 def test_bfcl_data_that_are_not_what_they_should_be_end_the_run(
         base, tmp_path, monkeypatch, name, stand_in, words):
-    run, train, tokenizer, limits = data_run(base, tmp_path)
     monkeypatch.setattr(bfcl, name, stand_in)
-    with pytest.raises(SystemExit, match=words):
-        bfcl.make_data(run, train, tokenizer, "combined", limits, 0, True, None)
-
-
-def test_bfcl_batches_that_processes_cannot_share_are_refused(base):
-    for flags, words in (([], "--stage1-batch 2"), (["--stage1-batch", "3"], "--batch 2"),
-                         (["--init", "none"], "--batch 2")):
-        with pytest.raises(SystemExit, match=f"{words} cannot be shared evenly by 3 processes"):
-            bfcl.check_everything(bfcl.parse_arguments(["--model", str(base), *TINY, *flags]), 3)
-    flags = ["--model", str(base), *TINY, "--stage1-batch", "3", "--rl", "none"]
-    bfcl.check_everything(bfcl.parse_arguments(flags), 3)
+    assert re.search(words, refused(base, tmp_path / "x"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_bfcl_experts_score_1_through_rollout_with_the_real_tokenizers(name):
     tokenizer = tokenizer_named(name)
     high, _ = add_reward_tokens(tokenizer)
-    for task, protocol in zip(TASKS[::200], ["combined", "turns"] * 2):
-        policy = scripted_policy(expert_turns(task, protocol), tokenizer)
-        (t,) = rollout([ENVS[protocol](task)], [HIGH], policy, tokenizer, [task["id"]], max_turns=30)
+    for task in TASKS[::200]:
+        t = bfcl.play_script(task, expert_turns(task), HIGH, tokenizer)
         assert t.reward == 1 and t.ids.count(high) == 1
 
 
-def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size():
-    for n, batch in ((10, 4), (8, 4), (3, 5)):
+def test_bfcl_batches_cover_every_item_once_a_pass_and_have_one_size_also_when_they_are_shared(monkeypatch):
+    for n, batch in ((10, 4), (8, 4), (3, 6)):
         steps = math.ceil(n / batch)
-        for passed in range(3):
-            rows = [bfcl.batch_indices(n, batch, passed * steps + i, 0, "x") for i in range(steps)]
-            drawn = list(itertools.chain(*rows))
-            assert {len(r) for r in rows} == {batch} and set(drawn) == set(range(n))
-            assert sorted(drawn[:n]) == list(range(n))
-    first, other_seed, later = (bfcl.batch_indices(50, 8, *key, "x") for key in ((0, 0), (0, 1), (7, 1)))
-    assert first != other_seed != later
+        for first in range(0, 3 * steps, steps):
+            batches = [bfcl.share(range(n), batch, first + i, 0, "x") for i in range(steps)]
+            assert {len(rows) for rows in batches} == {batch}
+            assert sorted(sum(batches, [])[:n]) == list(range(n))
+        with monkeypatch.context() as patch:
+            patch.setattr(bfcl, "SIZE", 2)
+            halves = [patch.setattr(bfcl, "RANK", rank) or bfcl.share(range(n), batch, 0, 0, "x")
+                      for rank in (0, 1)]
+        assert [len(half) for half in halves] == [batch / 2] * 2
+    draws = [bfcl.share(range(50), 8, *key) for key in ((0, 0, "x"), (0, 1, "x"), (7, 1, "x"), (0, 0, "y"))]
+    assert len(set(map(tuple, draws))) == 4
 
 
 def test_bfcl_a_limit_keeps_the_tasks_of_the_shortest_tool_lists():
     def length(task):
         return sum(len(tool.text) for tool in bfcl.task_tools(task).values())
 
-    for kept, every in zip(bfcl.choose_tasks("grouped", 5), bfcl.choose_tasks("grouped", 0)):
+    few, every = (bfcl.choose_tasks(bfcl.parse_arguments(["--limit", n])) for n in ("5", "0"))
+    for kept, all_of_them in zip(few, every):
         assert len(kept) == 5
-        assert max(map(length, kept)) <= min(length(task) for task in every if task not in kept)
+        assert max(map(length, kept)) <= min(length(task) for task in all_of_them if task not in kept)
 
 
 def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
@@ -3405,398 +3141,200 @@ def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
             assert (p - k / n) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
 
 
-def test_bfcl_weights_are_trained_in_fp32(base, tmp_path):
-    AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = bfcl.load_model(str(tmp_path), bfcl.load_tokenizer(base), bfcl.Processes(), False)
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+def test_bfcl_the_table_stars_the_reward_token_that_its_arm_was_trained_under():
+    tallied = bfcl.tally([{"id": "multi_turn_base_1", "reward": 1.0},
+                          {"id": "multi_turn_miss_func_2", "reward": 0.0}])
+    counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
+    assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
+    for own in bfcl.REWARD_TOKENS:
+        report = {"arm": "a + b", "reward_token": own, "split": "paper", "leaked": 77,
+                  "results": dict.fromkeys(bfcl.REWARD_TOKENS, tallied)}
+        printed = bfcl.table(report)
+        assert re.findall(r"(\w+) [*] +50.00 \(1/2\)", printed) == [own] and f"under: {own}\n" in printed
+        assert printed.endswith("split paper: 77 test tasks with the gold calls of a training task")
+        assert f"under: {own} (not evaluated" in bfcl.table({**report, "results": {}})
 
 
-# ----- the wiring: every flag changes what it names, and nothing else
+def test_bfcl_any_model_can_be_scored_under_the_leaderboards_protocol_as_its_arm(whole_run, tmp_path):
+    tiny_run(whole_run / "model", tmp_path, "--init", "none", "--rl", "none", "--protocol", "turns",
+             "--reward-tokens", "high", "low", "none", "--max-new-tokens", "8")
+    report = json.loads((tmp_path / "eval.json").read_text())
+    assert report["protocol"] == "turns" and list(report["results"]) == ["high", "low", "none"]
+    assert (report["arm"], report["reward_token"]) == ("rctp + rc-grpo", "high")
 
 
-class Toy(torch.nn.Module):
-    """In place of a model: one number, which "training" changes."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = torch.nn.Parameter(torch.tensor(float(value)))
-        self.config = None
+# ----- the wiring: every setting arrives where it belongs, and nowhere else
 
 
 class Recording:
-    """A run of train_bfcl.py in which models are numbers; what each part is given is noted by its place."""
+    """A run in which nothing is sampled and "training" adds 1 (stage 1), 10 (stage 2) or 100 (hindsight) to a
+    norm's weights, which are 1 at first. What each part is given is noted: {place: [at each call]}."""
 
-    def __init__(self, base, out, monkeypatch):
-        self.base, self.out, self.seen, self.thread = base, out, {}, threading.local()
-        tokenizer = bfcl.load_tokenizer(base)
+    def __init__(self, monkeypatch):
+        self.seen, self.rollout, self.shard = {}, bfcl.rollout, bfcl.shard
         few = [task for task in TASKS if bfcl.task_number(task) < 15]
-        alone = bfcl.Processes
-        patched = {
+        for name, fake in {
             "load_tasks": lambda: few, "system_text": lambda tools: bfcl.SYSTEM_PROMPT,
-            "load_tokenizer": lambda path: copy.deepcopy(tokenizer),
-            "load_model": self.load, "save_model": self.save,
-            "make_policy": self.policy, "rollout": self.rollout, "evaluate_some": self.watch,
-            "rctp_step": self.stage1, "rcgrpo_step": self.stage2,
-            "Processes": noting(lambda offload: self.note("offload", offload), lambda offload: alone()),
-            "plan": lambda s, tokenizer, train, test, processes, gpu, available: self.note(
-                "plan", gpu=s.gpu, alone=available is None),
-            "smoke": lambda argv, processes: self.note("smoke", True)}
-        self.real_rollout = bfcl.rollout
-        for name, fake in patched.items():
+            "model_policy": self.plain, "ContinuousPolicy": self.continuous, "rollout": self.play,
+            "shard": lambda model, offload=False: self.note("run", off=offload) or self.shard(model, offload),
+            "rctp_step": self.stage1, "rcgrpo_step": self.stage2, "hindsight_step": self.hindsight,
+        }.items():
             monkeypatch.setattr(bfcl, name, fake)
-        monkeypatch.setattr(bfcl.Run, "save", noting(
-            lambda run, stage, step, *models: self.note("checkpoints", (stage, step)), bfcl.Run.save))
+        monkeypatch.setattr(bfcl.Run, "save_checkpoint", lambda run, name, *_: self.note("run", saved=name))
 
-    def note(self, place, value=None, **values):
-        noted = {f"{place}: {name}": what for name, what in values.items()} or {place: value}
-        for key, what in noted.items():
-            self.seen.setdefault((getattr(self.thread, "rank", 0), key), []).append(what)
+    def note(self, place, **values):
+        for name, value in values.items():
+            self.seen.setdefault(f"{place}: {name}", []).append(value)
 
-    def notes(self, place, rank=0):
-        return self.seen.get((rank, place), [])
+    def plain(self, model, tokenizer, temperature, max_new_tokens, generator, cache):
+        seed = generator and generator.initial_seed()
+        return self.continuous(model, None, temperature, max_new_tokens, seed, cache, None)
 
-    def watch(self, processes, tasks, make_env, policy, tokenizer, reward_token, limits):
-        self.note("watching", tasks=ids_of(tasks), protocol=make_env(tasks[0]).protocol, limits=limits,
-                  reward_token=reward_token, model=policy.model.value.item(), **policy.given)
-        return {"test_success": 0.5}
+    def continuous(self, model, stop_ids, temperature, max_new_tokens, seed, cache, max_tokens):
+        return SimpleNamespace(given={"temperature": temperature, "max_new_tokens": max_new_tokens,
+                                      "cache": (cache, max_tokens), "model": level(model), "seed": seed})
 
-    def load(self, path, tokenizer, processes, checkpointing):
-        assert checkpointing == processes.cuda
-        self.note("loaded", os.path.relpath(path, self.out))
-        file = Path(path) / "value"
-        return Toy(float(file.read_text()) if file.exists() else 0)
+    def play(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
+        place, envs = "evaluation" if progress else "failures" if groups else "watching", list(envs)
+        if not hasattr(policy, "given"):
+            self.note("scripts", token=reward_tokens[0])
+            return self.rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
+        self.note(place, tasks=[env.task["id"] for env in envs], env=type(envs[0]), tokens={*reward_tokens},
+                  limits=limits, **policy.given)
+        prompts = [chat_format(tokenizer).prompt(env.reset()) for env in envs]
+        rows = zip(prompts, reward_tokens, groups or envs, itertools.cycle([0.0, 1.0]))
+        return [Trajectory([*prompt, 5], [0] * len(prompt) + [1], token, group, R, opening=user("u"))
+                for prompt, token, group, R in rows]
 
-    def save(self, model, tokenizer, folder, processes, origin):
-        if processes.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "value").write_text(str(model.value.item()))
-            (folder / "rcgrpo.json").write_text(json.dumps(origin))
-        self.note(f"origin of {folder.name}", origin)
-        processes.gather([])
+    def stage1(self, model, optimizer, trajectories, **settings):
+        self.train("stage 1", model, optimizer, 1, settings=settings, rows=[
+            (t.group, t.reward_token, t.reward) for t in trajectories])
+        return {"loss": 0.5, "everywhere": rcgrpo.total(len(trajectories)), "skipped": 0}
 
-    def policy(self, model, tokenizer, temperature, sampler, max_new_tokens, cache_tokens, max_tokens,
-               generator=None):
-        return SimpleNamespace(model=model, temperature=temperature, given={
-            "temperature": temperature, "sampler": sampler, "max_new_tokens": max_new_tokens,
-            "longest_row": max_tokens, "whole": not model.value.requires_grad,  # not a share of its weights
-            "cache_tokens": cache_tokens, "seed": generator.initial_seed() if generator else None})
+    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, G, p, stratified,
+               generator, limits, **settings):
+        limits.pop("progress")(3)
+        self.note("actor", **policy.given)
+        self.train("stage 2", model, optimizer, 10, tasks=[task["id"] for task in tasks], limits=limits,
+                   env=make_env, sampling=(G, p, stratified), reference=ref_model and level(ref_model),
+                   seed=(generator.device.type, generator.initial_seed()), settings=settings)
+        return {"loss": 0.5, "everywhere": rcgrpo.total(len(tasks)), "skipped": 0}, [
+            Trajectory([1, 2], [0, 1], group=len(tasks))]
 
-    def rollout(self, envs, reward_tokens, policy, tokenizer, groups=None, progress=None, **limits):
-        stage = "evaluation" if progress else "failures" if hasattr(policy, "given") else "scripts"
-        envs = list(envs)
-        self.note(stage, tasks=ids_of(env.task for env in envs), protocol=envs[0].protocol,
-                  env=type(envs[0]), reward_tokens=tuple(reward_tokens), limits=limits,
-                  **getattr(policy, "given", {}))
-        if stage == "scripts":
-            (t,) = self.real_rollout(envs, reward_tokens, policy, tokenizer, groups, **limits)
-            self.note("scripts", actions=tuple(t.action_ids))
-            return [t]
-        self.note(stage, model=policy.model.value.item())
-        played = []
-        for row, env in enumerate(envs):
-            ids = chat_format(tokenizer).prompt(env.reset(), reward_tokens[row]) + [row + 5]
-            right = float(stage == "failures" and row % 2)  # every other rollout of the base model is right
-            mask = [0] * (len(ids) - 1) + [1]
-            played.append(Trajectory(ids, mask, reward_tokens[row], (groups or ids)[row], right))
-        return played
+    def hindsight(self, model, optimizer, rollouts, tokenizer, **settings):
+        self.train("hindsight", model, optimizer, 100, settings=settings, groups=[t.group for t in rollouts])
+        return {"loss": 0.25, "count": 7, "skipped": len(self.seen["hindsight: model"]) % 2}
 
-    def stage1(self, model, optimizer, trajectories, gather=None, **settings):
-        self.note("stage 1", rows=[(t.group, t.reward_token, t.reward) for t in trajectories], **settings)
-        return {"loss": 0.0, "everywhere": sum(gather([len(trajectories)])),
-                **self.train("stage 1", model, optimizer, 1)}
-
-    def stage2(self, model, ref_model, optimizer, tasks, make_env, policy, tokenizer, generator=None,
-               gather=None, mine=None, limits=None, **settings):
-        limits["progress"](3)
-        frozen, env = ref_model is None or not ref_model.value.requires_grad, make_env(tasks[0])
-        self.note("stage 2", tasks=ids_of(tasks), protocol=env.protocol, env=type(env),
-                  token_seed=generator.initial_seed(), sampled_model=policy.model.value.item(),
-                  limits={name: value for name, value in limits.items() if name != "progress"},
-                  reference=None if ref_model is None else ref_model.value.item(),
-                  apart=ref_model is not model and frozen, share=tuple(mine(list(range(4)))), **policy.given,
-                  **settings)
-        numbers = ("reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl", "truncated",
-                   "rollout_seconds", "update_seconds")
-        return {**dict.fromkeys(numbers, 0.5), "everywhere": sum(gather([len(tasks)])),
-                **self.train("stage 2", model, optimizer, 10)}, []
-
-    def train(self, stage, model, optimizer, by):
+    def train(self, place, model, optimizer, by, **given):
         (group,) = optimizer.param_groups
-        assert group["params"] == list(model.parameters())
-        self.note(stage, lr=group["lr"], optimizer=(type(optimizer).__name__, group["weight_decay"]),
-                  model=model.value.item())
-        model.value.data += by
-        return {"skipped": 0, "grad_norm": 1.0}
-
-    def run(self, *flags):
-        """place -> what was noted there, and what the run folder says."""
-        bfcl.main(["--model", self.base, "--out", self.out, *RECORDED, *flags])
-        record = {place: values for (rank, place), values in self.seen.items() if rank == 0}
-        if (self.out / "eval.json").exists():
-            report = json.loads((self.out / "eval.json").read_text())
-            names = "arm", "reward_token", "split", "protocol"
-            record |= {f"report: {name}": report[name] for name in names}
-            record["report: goals"] = list(report["goals"])
-        return {**record, "folder": self.out.name}
+        assert {*map(id, group["params"])} == {*map(id, model.parameters())}
+        self.note(place, optimizer=(type(optimizer).__name__, group["lr"], group["weight_decay"]),
+                  model=level(model), **given)
+        model.model.norm.weight.data += by
 
 
-def ids_of(tasks):
-    return tuple(task["id"] for task in tasks)
+def level(model):
+    weight = model.model.norm.weight.detach()
+    return round((weight.full_tensor() if isinstance(weight, DTensor) else weight)[0].item())
 
 
-RECORDED = ("--limit 4 --epochs 1 --stage1-batch 4 --batch 2 --steps 3 --group-size 3 --checkpoint-every 2 "
-            "--max-tokens 9000 --lr 1e-3 --stage1-lr 1e-2").split()
+def record(base, out, *flags):
+    """What was noted in a run of 2 + 3 steps on 4 tasks; and what its report says."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recording = Recording(monkeypatch)
+        bfcl.main([*"--smoke --batch 2 --steps 3 --model".split(), base, "--out", out, *flags])
+    report = json.loads((out / "eval.json").read_text())
+    return {**recording.seen, **{f"report: {name}": report[name] for name in report}}
+
+
+FLAGS = """--protocol turns --reward-tokens low none --split paper --failure-temperature 0.3 --temperature 0.6
+--stage1-lr 2e-3 --lr 2e-4 --updates 4 --group-size 6 --p-high 0.25 --stratified --clip 0.4 --ratio trajectory
+--beta 0.5 --offload --max-new-tokens 33 --rollout-tokens 7777 --max-turns 29 --max-tokens 9001 --seed 1
+--tokens-per-pass 99 --max-grad-norm 0.7 --checkpoint-every 1 --hindsight --eval-every 2""".split()
+BY_OTHER_TESTS = set("""--out --plan --smoke --model --init --rl --stage1 --epochs --batch --stage1-batch
+--steps --failures --sampler --limit""".split())
+LIMITS, PASSES = {"max_turns": 29, "max_tokens": 9001}, {"tokens_per_pass": 99, "max_grad_norm": 0.7}
+GIVEN = {  # what each place is given at every call
+    "failures": {"temperature": 0.3, "tokens": {None}, "env": BFCLEnv, "limits": LIMITS},
+    "actor": {"temperature": 0.6},
+    "watching": {"temperature": 0, "tokens": {HIGH}, "env": LeaderboardEnv, "limits": LIMITS, "seed": None},
+    "evaluation": {"temperature": 0, "env": LeaderboardEnv, "limits": LIMITS, "seed": None},
+    "failures, actor, watching, evaluation": {"max_new_tokens": 33, "cache": (7777, None)},
+    "stage 1": {"optimizer": ("AdamW", 2e-3, 0), "settings": PASSES},
+    "stage 2": {"optimizer": ("AdamW", 2e-4, 0), "sampling": (6, 0.25, True), "reference": 3,
+                "limits": LIMITS, "env": bfcl.ParityEnv,
+                "settings": {**PASSES, "beta": 0.5, "clip": 0.4, "ratio": "trajectory", "updates": 4}},
+    "hindsight": {"optimizer": ("AdamW", 2e-4, 0), "groups": [2], "settings": PASSES},
+}
 
 
 @pytest.fixture(scope="module")
 def recorded(base, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return Recording(base, tmp_path_factory.mktemp("recorded") / "x", monkeypatch).run()
+    return record(base, out := tmp_path_factory.mktemp("recorded") / "x", *FLAGS), out
 
 
-def at(places, names):
-    return {f"{place}: {name}" for place in places.split(", ") for name in names.split(", ")}
+def test_bfcl_every_flag_arrives_where_it_belongs(recorded):
+    assert {flag for flag in FLAGS if flag[:2] == "--"} | BY_OTHER_TESTS == {
+        flag for flags in bfcl.SETTINGS.values() for flag, *_ in flags}
+    r, out = recorded
+    for places, given in GIVEN.items():
+        for place, (name, value) in itertools.product(places.split(", "), given.items()):
+            assert r[f"{place}: {name}"] == [value] * len(r[f"{place}: {name}"]), (place, name)
+    # stage 1 makes 1 + 2 of the norm; each of 3 steps adds 10 and, by hindsight, 100
+    levels = {"failures": [1], "stage 1": [1, 2], "stage 2": [3, 113, 223], "actor": [3, 113, 223],
+              "watching": [3, 223], "evaluation": [333] * 2, "hindsight": [13, 123, 233]}
+    assert levels == {place: r[f"{place}: model"] for place in levels}
+    assert r["run: saved"] == ["stage1-000001", "stage2-000001", "stage2-000002"]
+    assert r["run: off"] == [True, True, False] and r["evaluation: tokens"] == [{LOW}, {None}]
+    assert [r[f"report: {x}"] for x in ("split", "protocol", "reward_token")] == ["paper", "turns", "high"]
+    lines = [line for line in read_lines(out / "metrics.jsonl") if line["stage"] == "stage2"]
+    assert [line.get("test_success") for line in lines] == [0.5, None, 0.5]
+    assert [(line["hindsight_loss"], line["hindsight_count"], line["skipped"], line["loss"])
+            for line in lines] == [(0.25, 7, 1, 0.5), (0.25, 7, 0, 0.5), (0.25, 7, 1, 0.5)]
 
 
-SAMPLERS = "failures, stage 2, watching, evaluation"
-ROLLOUTS = f"scripts, {SAMPLERS}"
-POLICY = "temperature, sampler, max_new_tokens, cache_tokens, longest_row, whole, seed, model"
-SCRIPTS = at("scripts", "tasks, env, protocol, reward_tokens, limits, actions")
-FAILURES = at("failures", f"tasks, env, protocol, reward_tokens, limits, {POLICY}")
-STAGE_1 = at("stage 1", "lr, optimizer, rows, model, tokens_per_pass, max_grad_norm")
-STAGE_2 = at("stage 2", "lr, optimizer, tasks, env, protocol, token_seed, limits, sampled_model, reference, "
-             f"apart, share, {POLICY}, G, p, stratified, beta, clip, ratio, updates, tokens_per_pass, "
-             "max_grad_norm")
-WATCHING = at("watching", f"tasks, protocol, reward_token, limits, {POLICY}")
-EVALUATION = at("evaluation", f"tasks, env, protocol, reward_tokens, limits, {POLICY}")
-REPORT = at("report", "arm, reward_token, split, protocol, goals")
-ORIGINS = {"origin of stage1", "origin of model"}
-TASKS_OF = {"scripts: actions", "stage 1: rows"} | at(ROLLOUTS, "tasks")
-LATER_MODELS = at("stage 2", "sampled_model, reference") | at("stage 2, watching, evaluation", "model")
-EVERYTHING = {"loaded", "checkpoints"}.union(
-    SCRIPTS, FAILURES, STAGE_1, STAGE_2, WATCHING, EVALUATION, REPORT, ORIGINS)
-
-# flag: (a value, the places that change, what some of them are then; None: nothing was noted there)
-WIRING = {
-    "--out": ("{tmp}/other", {"folder"}, {"folder": "other"}),
-    "--stage": ("data", EVERYTHING - SCRIPTS - FAILURES, {"stage 1: rows": None, "loaded": ["{base}"]}),
-    "--resume": ("", set(), {}),
-    "--plan": ("", {"plan: alone", "offload"} | EVERYTHING, {"plan: alone": [True], "loaded": None}),
-    "--smoke": ("", {"smoke"} | at("plan", "alone, gpu") | EVERYTHING, {"smoke": [True], "loaded": None}),
-    "--goals": ("low", EVALUATION | {"report: goals"}, {"evaluation: reward_tokens": [(LOW,) * 4]}),
-    "--model": ("{other}", {"loaded"} | ORIGINS, {"loaded": ["{other}", "{other}", "stage1", "model"]}),
-    "--init": ("sft", {"loaded", "report: arm"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS | ORIGINS,
-               {"report: arm": "sft + rc-grpo", "scripts: reward_tokens": [(None,)] * 4}),
-    "--rl": ("grpo", {"report: arm", "stage 2: p", "origin of model"}, {"stage 2: p": [1.0] * 3}),
-    "--split": ("paper", TASKS_OF | ORIGINS | {"report: split"}, {"report: split": "paper"}),
-    "--protocol": ("turns", at(ROLLOUTS, "protocol") | {"scripts: actions", "report: protocol"} | ORIGINS,
-                   {"stage 2: protocol": ["turns"] * 3}),
-    "--limit": ("3", TASKS_OF | SCRIPTS | ORIGINS | {"failures: reward_tokens", "evaluation: reward_tokens"},
-                {"evaluation: reward_tokens": [(HIGH,) * 3, (LOW,) * 3, (None,) * 3]}),
-    "--seed": ("1", {"scripts: actions", "failures: seed", "stage 1: rows", "stage 2: tasks", "stage 2: seed",
-                     "stage 2: token_seed"} | ORIGINS, {}),
-    "--stage1": ("{stage1}", {"loaded", "origin of stage1"} | SCRIPTS | FAILURES | STAGE_1 | LATER_MODELS,
-                 {"loaded": ["{stage1}", "model"], "stage 2: reference": [70.0] * 3}),
-    "--failures": ("corrupt", {"loaded"} | FAILURES | SCRIPTS, {"failures: tasks": None}),
-    "--failure-temperature": ("0.3", {"failures: temperature"}, {"failures: temperature": [0.3]}),
-    "--stage1-lr": ("2e-3", {"stage 1: lr"}, {"stage 1: lr": [2e-3] * 2}),
-    "--stage1-batch": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS,
-                       {"checkpoints": [("stage1", 2), ("stage2", 2)]}),
-    "--epochs": ("2", {"checkpoints"} | STAGE_1 | LATER_MODELS, {"stage 1: max_grad_norm": [1.0] * 4}),
-    "--lr": ("2e-4", {"stage 2: lr"}, {"stage 2: lr": [2e-4] * 3}),
-    "--batch": ("3", {"stage 2: tasks"}, {}),
-    "--steps": ("2", {"checkpoints", "evaluation: model"} | STAGE_2,
-                {"stage 2: G": [3] * 2, "checkpoints": None}),
-    "--updates": ("4", {"stage 2: updates"}, {"stage 2: updates": [4] * 3}),
-    "--group-size": ("6", {"stage 2: G"}, {"stage 2: G": [6] * 3}),
-    "--p-high": ("0.25", {"stage 2: p"}, {"stage 2: p": [0.25] * 3}),
-    "--stratified": ("", {"stage 2: stratified"}, {"stage 2: stratified": [True] * 3}),
-    "--temperature": ("0.6", {"stage 2: temperature"}, {"stage 2: temperature": [0.6] * 3}),
-    "--beta": ("0", {"stage 2: beta", "stage 2: reference"},
-               {"stage 2: beta": [0.0] * 3, "stage 2: reference": [None] * 3}),
-    "--clip": ("0.3", {"stage 2: clip"}, {"stage 2: clip": [0.3] * 3}),
-    "--ratio": ("trajectory", {"stage 2: ratio"}, {"stage 2: ratio": ["trajectory"] * 3}),
-    "--max-grad-norm": ("0.5", at("stage 1, stage 2", "max_grad_norm"),
-                        {"stage 2: max_grad_norm": [0.5] * 3}),
-    "--max-tokens": ("9001", at(ROLLOUTS, "limits") | at(SAMPLERS, "longest_row"),
-                     {"stage 2: limits": [{"max_turns": 30, "max_tokens": 9001}] * 3}),
-    "--max-new-tokens": ("33", at(SAMPLERS, "max_new_tokens"), {"evaluation: max_new_tokens": [33] * 3}),
-    "--max-turns": ("29", at(SAMPLERS, "limits"),  # scripts end by themselves
-                    {"failures: limits": [{"max_turns": 29, "max_tokens": 9000}]}),
-    "--tokens-per-pass": ("999", at("stage 1, stage 2", "tokens_per_pass"),
-                          {"stage 1: tokens_per_pass": [999] * 2}),
-    "--rollout-tokens": ("777", at(SAMPLERS, "cache_tokens"), {"failures: cache_tokens": [777]}),
-    "--sampler": ("continuous", at(SAMPLERS, "sampler"), {"evaluation: sampler": ["continuous"] * 3}),
-    "--offload": ("", {"offload"}, {"offload": [True]}),
-    "--eval-every": ("2", WATCHING, {"watching: model": [2, 22], "watching: reward_token": [HIGH] * 2}),
-    "--gpu": ("a100", {"plan: gpu"}, {"plan: gpu": ["a100"]}),
-    "--checkpoint-every": ("1", {"checkpoints"},
-                           {"checkpoints": [("stage1", 1), ("stage2", 1), ("stage2", 2)]}),
-}
-
-
-FLAGS = {"--" + name.replace("_", "-") for name in vars(bfcl.parse_arguments([]))}
-
-
-@pytest.mark.parametrize("flag", sorted(FLAGS | set(WIRING)))
-def test_bfcl_a_flag_changes_what_it_names_and_nothing_else(recorded, base, tmp_path, monkeypatch, flag):
-    value, places, then = WIRING[flag]
-    names = {"tmp": tmp_path, "other": tmp_path / "m", "stage1": tmp_path / "s", "base": base}
-    if value == "{other}":
-        shutil.copytree(base, tmp_path / "m")
-    if value == "{stage1}":
-        altered(shutil.copytree(base, tmp_path / "s"), "config.json", {"reward_token_ids": [1, 2]})
-        (tmp_path / "s" / "value").write_text("70")
-    recording = Recording(base, tmp_path / ("other" if flag == "--out" else "x"), monkeypatch)
-    record = recording.run(flag, *[value.format(**names)] * bool(value))
-    changed = {place for place in recorded.keys() | record.keys() if recorded.get(place) != record.get(place)}
-    assert changed - ({"folder"} if flag != "--out" else set()) == places
-    for place, expected in then.items():
-        if place == "loaded" and expected:
-            expected = [os.path.relpath(path.format(**names), recording.out) if "{" in path else path
-                        for path in expected]
-        assert record.get(place) == expected, place
-
-
-def test_bfcl_everybody_is_given_what_belongs_to_it(recorded):
-    """The run without further flags: stage 1 adds 1 at each of 2 steps, stage 2 adds 10 at each of 3."""
-    r = recorded
-    assert r["loaded"][2:] == ["stage1", "model"] and r["loaded"][0] == r["loaded"][1]
-    assert r["failures: model"] == [0] and r["failures: temperature"] == [0.7]
-    assert r["failures: reward_tokens"] == [(None,) * 4]
-    assert r["scripts: limits"][0] == {"max_turns": 10**6, "max_tokens": 9000}
+def test_bfcl_everybody_has_tasks_and_draws_of_its_own(recorded, base, tmp_path):
+    r, _ = recorded
     (sampled,) = r["failures: tasks"]
-    scripts = zip(r["scripts: tasks"], r["scripts: reward_tokens"])
-    corrupted = [tasks[0] for tasks, (token,) in scripts if token == LOW]
-    assert set(corrupted) == set(sampled[1::2])  # an expert is corrupted only where the base model was right
+    assert r["scripts: token"].count(HIGH) == 4 and r["scripts: token"].count(LOW) >= 2
     rows = [row for rows in r["stage 1: rows"] for row in rows]
     assert sorted(rows) == sorted((task, *pair) for task in sampled for pair in ((HIGH, 1.0), (LOW, 0.0)))
-    assert r["stage 1: model"] == [0, 1] and r["stage 1: lr"] == [1e-2] * 2
-    assert r["stage 2: model"] == r["stage 2: sampled_model"] == [2, 12, 22]
-    assert r["stage 2: lr"] == [1e-3] * 3
-    assert {*r["stage 1: optimizer"], *r["stage 2: optimizer"]} == {("AdamW", 0)}
-    assert r["stage 2: reference"] == [2, 2, 2] and r["stage 2: apart"] == [True] * 3
-    assert r["stage 2: share"] == [(0, 1, 2, 3)] * 3 and r["stage 2: temperature"] == [1.0] * 3
-    assert len({*r["stage 2: seed"], *r["stage 2: token_seed"], *r["failures: seed"]}) == 7
+    seeds = [*r["actor: seed"], *r["failures: seed"], *(seed for _, seed in r["stage 2: seed"])]
+    assert len({*seeds}) == 7 and {kind for kind, _ in r["stage 2: seed"]} == {"cpu"}
     assert {*itertools.chain(*r["stage 2: tasks"])} == {*sampled}
-    assert r["watching: model"] == [2] and r["watching: temperature"] == [0] and r["offload"] == [False]
-    assert r["watching: tasks"] == r["evaluation: tasks"][:1]  # there are four; of eighty it takes forty
-    assert r["evaluation: model"] == [32] * 3 and r["evaluation: temperature"] == [0] * 3
-    assert r["evaluation: reward_tokens"] == [(HIGH,) * 4, (LOW,) * 4, (None,) * 4]
-    assert len({*r["evaluation: tasks"]}) == 1 and not {*r["evaluation: tasks"][0]} & {*sampled}
-    assert {r[f"{place}: protocol"][0] for place in ROLLOUTS.split(", ")} == {"combined"}
+    assert r["watching: tasks"] == r["evaluation: tasks"]  # there are four; of eighty it takes forty
+    assert not {*r["evaluation: tasks"][0]} & {*sampled}
+    other = record(base, tmp_path, *"--sampler continuous --failures corrupt --limit 3 --beta 0".split())
+    assert {other[f"{place}: cache"][0] for place in ("actor", "watching", "evaluation")} == {(120000, 8192)}
+    assert other["stage 2: reference"] == [None] * 3 and "failures: model" not in other
+    assert len({*other["actor: seed"], *seeds}) == 10  # of another --seed
+    assert other["evaluation: seed"] == [0] * 3
+    assert [len(tasks) for tasks in other["evaluation: tasks"]] == [3] * 3
 
 
 @pytest.mark.parametrize("rl", ["rc-grpo", "grpo", "none"])
 @pytest.mark.parametrize("init", ["rctp", "sft", "none"])
-def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, monkeypatch, init, rl):
-    record = Recording(base, tmp_path / "x", monkeypatch).run("--init", init, "--rl", rl)
-    p = {"rc-grpo": 0.5, "grpo": 1.0 if init == "rctp" else None, "none": "no stage 2"}[rl]
+def test_bfcl_an_arm_is_its_two_stages(base, tmp_path, init, rl):
+    r = record(base, tmp_path, "--init", init, "--rl", rl, "--epochs", "2", "--batch", "4", "--steps", "2")
+    p = {"rc-grpo": {0.5}, "grpo": {1.0 if init == "rctp" else None}, "none": set()}[rl]
     tokens = {"rctp": {HIGH, LOW}, "sft": {None}, "none": set()}[init]
-    assert {*record.get("stage 2: p", ["no stage 2"])} == {p}
-    assert {token for rows in record.get("stage 1: rows", []) for _, token, _ in rows} == tokens
-    start, end = len(record.get("stage 1: rows", [])), 30 * (rl != "none")
-    assert (start > 0) == (init != "none") and record["evaluation: model"] == [start + end] * 3
-    assert record.get("stage 2: model", [start])[0] == start
-    assert record["report: arm"] == f"{init} + {rl}"
-    assert record.get("origin of model", [{"init": init, "rl": rl}])[0]["rl"] == rl
-    assert record.get("origin of stage1", [{"rl": "none"}])[0]["rl"] == "none"
-
-
-class Beside:
-    """One of two processes that are threads: whatever one has to say to the other goes through here."""
-
-    size, cuda, sharded, device = 2, True, True, torch.device("cpu")
-
-    def __init__(self, rank, barrier, said):
-        self.rank, self.barrier, self.said = rank, barrier, said
-
-    def gather(self, items):
-        self.said[self.rank] = list(items)
-        self.barrier.wait()
-        gathered = self.said[0] + self.said[1]
-        self.barrier.wait()
-        return gathered
-
-    def mine(self, items):
-        return items[self.rank :: self.size]
-
-    def whole_copy(self, model):
-        return copy.deepcopy(model).requires_grad_(False)
-
-    def copy_alone(self, load):
-        return self.whole_copy(load())
-
-    reference = whole_copy
-
-    def refresh(self, actor, model):
-        actor.value.data.copy_(model.value.data)
-
-
-def run_beside(base, out, monkeypatch, *flags):
-    """The Recording of a run of two processes."""
-    recording, barrier, said = Recording(base, out, monkeypatch), threading.Barrier(2, timeout=60), {}
-    monkeypatch.setattr(bfcl.Run, "save", lambda *arguments: None)  # needs processes; threads are none
-    monkeypatch.setattr(bfcl, "memory_there", lambda processes: 2**34)
-
-    def process(rank):
-        recording.thread.rank = rank
-        try:
-            settings = bfcl.parse_arguments(["--model", str(base), "--out", str(out), *RECORDED, *flags])
-            bfcl.pipeline(settings, Beside(rank, barrier, said), bfcl.ParityEnv)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(process, (0, 1)))
-    return recording
-
-
-def test_bfcl_a_process_may_have_no_task_and_batches_are_shared_evenly(base, tmp_path, monkeypatch):
-    recording = run_beside(base, tmp_path / "x", monkeypatch, "--limit", "1")
-    for place in ("failures: tasks", "evaluation: tasks"):
-        assert recording.notes(place, 0) and not recording.notes(place, 1)
-    with pytest.raises(SystemExit, match="--batch 3 cannot be shared evenly by 2 processes"):
-        run_beside(base, tmp_path / "y", monkeypatch, "--batch", "3")
-
-
-def test_bfcl_two_processes_share_the_work_and_draw_differently(
-        recorded, base, tmp_path, monkeypatch, capsys):
-    bars, bar = [], bfcl.rollout_bar
-    monkeypatch.setattr(bfcl, "rollout_bar", noting(lambda name, n, processes: bars.append((name, n)), bar))
-    recording = run_beside(base, tmp_path / "x", monkeypatch)
-    assert {*bars} == {("rollouts", 1 * 3), *((f"evaluation, {goal}", 2) for goal in bfcl.REWARD_TOKENS)}
-    assert "".join(capsys.readouterr()).count("test 50% before it") == 1
-
-    def both(place):
-        return recording.notes(place, 0), recording.notes(place, 1)
-
-    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shared out
-        for mine, theirs, whole in zip(*both(place), recorded[place], strict=True):
-            assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
-    for place in ("stage 2: seed", "stage 2: token_seed", "failures: seed"):
-        assert len({*itertools.chain(*both(place))}) == 2 * len(recorded[place])
-    for rank in (0, 1):  # a smoke run's rewards are for stage 2 alone
-        assert {*recording.notes("stage 2: env", rank)} == {bfcl.ParityEnv}
-        assert {kind for place in ("scripts", "failures", "evaluation")
-                for kind in recording.notes(f"{place}: env", rank)} == {bfcl.BFCLEnv}
-        assert recording.notes("stage 2: sampled_model", rank) == [2, 12, 22]  # the copy is kept up to date
-        assert recording.notes("stage 2: reference", rank) == [2, 2, 2]
-        assert recording.notes("stage 2: share", rank) == [(rank, rank + 2)] * 3
-        for place in SAMPLERS.split(", "):  # no pass waits for a pass of the other process
-            assert {*recording.notes(f"{place}: whole", rank)} == {True}
-    lines = read_lines(tmp_path / "x" / "metrics.jsonl")
-    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes; one of them writes
-    assert [line.get("test_success") for line in lines] == [None, None, 0.5, None, None]
-    report = json.loads((tmp_path / "x" / "eval.json").read_text())["goals"]
-    counts = {goal: tally["overall"]["n"] for goal, tally in report.items()}
-    assert counts == dict.fromkeys(bfcl.REWARD_TOKENS, 4)
-    evaluated = [(line["goal"], line["id"]) for line in read_lines(tmp_path / "x" / "trajectories.jsonl")]
-    assert len({*evaluated}) == len(evaluated) == 12
-    assert len(read_lines(tmp_path / "x" / "data.jsonl")) == 8
+    assert {p for _, p, _ in r.get("stage 2: sampling", [])} == p
+    assert {token for rows in r.get("stage 1: rows", []) for _, token, _ in rows} == tokens
+    assert [len(tasks) for tasks in r.get("stage 2: tasks", [])] == ([] if rl == "none" else [4, 4])
+    start = {"rctp": 5, "sft": 3, "none": 1}[init]
+    assert r["evaluation: model"] == [start + 20 * (rl != "none")] * 3
+    assert r.get("stage 2: model", [start])[0] == r.get("stage 2: reference", [start])[0] == start
+    own = "high" if rl == "rc-grpo" or init == "rctp" else "none"
+    assert (r["report: arm"], r["report: reward_token"]) == (f"{init} + {rl}", own)
+    made = {folder: json.loads((tmp_path / folder / "rcgrpo.json").read_text())
+            for folder in ("stage1", "model") if (tmp_path / folder).exists()}
+    assert made.keys() == {folder for folder, there in (("stage1", tokens), ("model", p)) if there}
+    assert all(by["--init"] == init and by["--rl"] == {"stage1": "none", "model": rl}[folder]
+               for folder, by in made.items())
+    if made.keys() >= {"stage1", "model"}:
+        other = record(base, tmp_path / "y", "--init", init, "--rl", rl, "--stage1", tmp_path / "stage1")
+        assert "stage 1: rows" not in other and "scripts: token" not in other
+        assert other["stage 2: model"][0] == start and other["report: arm"] == r["report: arm"]
 
 
 # ===== train_bfcl.py 6. Tasks and splits =====
@@ -4131,7 +3669,8 @@ def spoilt(kind: int, task: dict, rng: random.Random, protocol: str) -> list[str
     turn = rng.choice([calls for calls in plan if calls])
     extra = ("touch", {"file_name": "x"}) if rng.random() < 0.7 else ("setHeadlights", {"mode": "on"})
     plan[0][:0] = [turn[0]] if kind == 1 else []  # too early, as well
-    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [("no_such_tool", {"a": 1}), *turn]}.get(kind, turn)
+    unknown = ("no_such_tool", {"a": 1})
+    turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [unknown, *turn]}.get(kind, turn)
     texts = expert_turns(task, protocol, plan)
     if kind > 5:
         at = texts.index(say(*turn))
@@ -4454,7 +3993,7 @@ def launch(n, function, *arguments):
         free.bind(("localhost", 0))
         environment = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost",
                        "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [FORKS.Process(target=as_rank, args=({**environment, "RANK": str(rank)}, function, arguments))
+    ranks = [FORKS.Process(target=as_rank, args=(rank, n, environment, function, arguments))
              for rank in range(n)]
     for process in ranks:
         process.start()
@@ -4468,93 +4007,57 @@ def launch(n, function, *arguments):
     return codes
 
 
-def as_rank(environment, function, arguments):
-    os.environ.update(environment)
+def as_rank(rank, n, environment, function, arguments):
+    os.environ.update(environment, RANK=str(rank))
+    bfcl.RANK, bfcl.SIZE = rank, n
     torch.set_num_threads(1)
     function(*arguments)
 
 
-def dealt(batch, processes):
+def dealt(batch):
     """This process's groups."""
-    groups = processes.mine(list(rcgrpo.rows_by_group([t.group for t in batch]).values()))
+    groups = bfcl.mine(list(rcgrpo.rows_by_group([t.group for t in batch]).values()))
     return [batch[row] for rows in groups for row in rows]
 
 
 def train_a_little(out, kind, tied, checkpointing, offload=False):
     """Two steps of both stages, with a pi_ref; plain SGD, so that weights are the sum of the gradients."""
-    processes = bfcl.Processes(offload)
-    batch, model = rl_batch(), tiny_model(50, tie_word_embeddings=tied)
-    if kind == "silent":  # one process has only truncated rollouts, without variance and without an action
-        batch = [t if t.group else Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    model, ref = processes.shard(model), processes.reference(tiny_model(50, seed=1, tie_word_embeddings=tied))
-    optimizer, seen = torch.optim.SGD(model.parameters(), 0.3), []
-    settings = {"max_grad_norm": math.inf, "gather": processes.gather}
-    mine = dealt(batch, processes)
-    for _ in range(2):
-        if kind != "silent":
-            seen.append(rctp_step(model, optimizer, mine, 16, **settings))
-        seen.append(rcgrpo_update(model, ref, optimizer, mine, tokens_per_pass=30, **settings))
-        assert processes.size == 1 or all(isinstance(p, DTensor) for p in ref.parameters())  # none gathered
-    whole = processes.whole_copy(model)
-    generator = bfcl.seeded(processes, 0, "stage2", 0, processes.rank, "sample")
-    draws = processes.gather([sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, generator)])
-    if processes.sharded:
-        with pytest.raises(RuntimeError, match="before fully_shard"):
-            add_reward_tokens(byte_level_tokenizer(), model)
-    if processes.rank == 0:
-        torch.save({"weights": [p.detach() for p in whole.parameters()], "seen": seen, "draws": draws}, out)
-    processes.end()
+    with bfcl.process_group():
+        batch, model = rl_batch(), tiny_model(50, tie_word_embeddings=tied)
+        if kind == "silent":  # one process has only truncated rollouts, without variance or an action
+            batch = [t if t.group else Trajectory([1, 2, 3], [0, 0, 0], group=0) for t in batch]
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        plain = copy.deepcopy(model).requires_grad_(False)
+        model = bfcl.shard(model, offload)
+        ref = bfcl.shard(tiny_model(50, seed=1, tie_word_embeddings=tied).requires_grad_(False))
+        optimizer, seen, mine = torch.optim.SGD(model.parameters(), 0.3), [], dealt(batch)
+        settings = {"tokens_per_pass": 30, "max_grad_norm": math.inf}
+        for _ in range(2):
+            if kind != "silent":
+                seen.append(rctp_step(model, optimizer, mine, **settings))
+            seen.append(rcgrpo_update(model, ref, optimizer, mine, **settings))
+            assert all(isinstance(p, DTensor) for p in ref.parameters())  # nothing stays gathered
+        whole, draws = bfcl.refresh(plain, model), bfcl.seeded(0, bfcl.RANK, "sample")
+        draws = rcgrpo.from_all([sample(whole, [[1, 2]] * 3, 1.0, 5, {0}, draws)])
+        if bfcl.RANK == 0:
+            torch.save({"weights": [*whole.parameters()], "seen": seen, "draws": draws}, out)
 
 
 @pytest.mark.parametrize("kind, tied, checkpointing", [("usual", True, True), ("silent", False, False)])
 def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path, kind, tied, checkpointing):
-    train_a_little(tmp_path / "plain", kind, tied, checkpointing)
-    assert launch(1, train_a_little, tmp_path / "offloaded", kind, tied, checkpointing, True) == [0]
+    train_a_little(tmp_path / "one", kind, tied, checkpointing)
+    train_a_little(tmp_path / "offloaded", kind, tied, checkpointing, True)
     assert launch(2, train_a_little, tmp_path / "two", kind, tied, checkpointing) == [0, 0]
-    plain, *others = (torch.load(tmp_path / name) for name in ("plain", "offloaded", "two"))
+    one, offloaded, two = (torch.load(tmp_path / name) for name in ("one", "offloaded", "two"))
     before = tiny_model(50, tie_word_embeddings=tied)
-    assert max((a - b).abs().max() for a, b in zip(plain["weights"], before.parameters())) > 1e-2  # it trains
-    for other in others:
-        for a, b in zip(plain["weights"], other["weights"], strict=True):
-            assert (a - b).abs().max() < 2e-6
-        for a, b in zip(plain["seen"], other["seen"], strict=True):
-            assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
-        assert other["draws"][0] == plain["draws"][0]
-    assert others[1]["draws"][0] != others[1]["draws"][1]
-
-
-def fail_a_trial():
-    model = bfcl.Processes(offload=True).shard(policy_model())
-    rcgrpo.causal_lower_right = None  # so that a layer fails
-    with pytest.warns(UserWarning, match="cannot be packed"):
-        assert not rcgrpo.packs(model, 9)
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    assert states and {state._training_state.name for state in states} == {"IDLE"}
-    assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
-
-
-def test_bfcl_a_sharded_model_begins_anew_after_a_trial_that_failed():
-    assert launch(1, fail_a_trial) == [0]
-
-
-def test_bfcl_a_copy_to_sample_from_is_alone():
-    """The model that it was copied from is gone, though it refers to itself."""
-    kept = []
-
-    def load():
-        model = tiny_model(50)
-        model.itself = model
-        kept.append(weakref.ref(model))
-        return model
-
-    gc.disable()
-    try:
-        copied = bfcl.Processes().copy_alone(load)
-    finally:
-        gc.enable()
-    assert kept[0]() is None and not any(p.requires_grad for p in copied.parameters())
+    assert max((a - b).abs().max() for a, b in zip(one["weights"], before.parameters())) > 1e-2  # it trains
+    assert all(torch.equal(a, b) for a, b in zip(one["weights"], offloaded["weights"], strict=True))
+    assert offloaded["seen"] == one["seen"] and offloaded["draws"] == one["draws"]
+    assert all((a - b).abs().max() < 2e-6 for a, b in zip(one["weights"], two["weights"], strict=True))
+    for a, b in zip(one["seen"], two["seen"], strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    assert two["draws"][0] == one["draws"][0] != two["draws"][1]
 
 
 def test_bfcl_copies_have_the_buffers_too():
@@ -4563,63 +4066,24 @@ def test_bfcl_copies_have_the_buffers_too():
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
-    biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
-    assert biases
-    copied = bfcl.Processes().whole_copy(model)
-    for bias in biases:
+    copied = copy.deepcopy(model)
+    for bias in [buffer for name, buffer in model.named_buffers() if "bias" in name]:
         bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
     assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
-    bfcl.Processes().refresh(copied, model)
-    assert torch.equal(copied(ids).logits, model(ids).logits) and not copied.training
-    assert not any(p.requires_grad for p in copied.parameters())
+    assert torch.equal(bfcl.refresh(copied, model)(ids).logits, model(ids).logits)
 
 
-def a_run(folder, processes):
-    """What writes and reads checkpoints, without the rest of the run folder."""
-    run = object.__new__(bfcl.Run)
-    vars(run).update(folder=folder, checkpoints=folder / "checkpoints", processes=processes)
-    return run
-
-
-def train_save_resume(folder, start, steps, out, offload=False):
-    """Steps of both stages from `start` (a checkpoint, or 0), a checkpoint after each; out: the weights."""
-    processes = bfcl.Processes(offload)
-    run, model = a_run(folder, processes), processes.shard(tiny_model(50, tie_word_embeddings=True))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4, weight_decay=0)
-    ref = processes.reference(tiny_model(50, seed=1, tie_word_embeddings=True))
-    assert run.resume("stage2", model, optimizer, True) == start
-    for step in range(start, start + steps):
-        batch = dealt(rl_batch(step), processes)
-        rctp_step(model, optimizer, batch, gather=processes.gather)
-        rcgrpo_update(model, ref, optimizer, batch, gather=processes.gather)
-        run.save("stage2", step + 1, model, optimizer)
-    whole = processes.whole_copy(model)
-    if out and processes.rank == 0:
-        torch.save(whole.state_dict(), out)
-    processes.end()
-
-
-def test_bfcl_a_checkpoint_is_resumed_by_any_number_of_processes(tmp_path):
-    train_save_resume(tmp_path / "whole", 0, 4, tmp_path / "whole" / "out")
-    kept = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").iterdir())
-    assert kept == ["stage2-000003", "stage2-000004"]
-    ended = torch.load(tmp_path / "whole" / "out")
-    begun = tiny_model(50, tie_word_embeddings=True).state_dict()
-    assert max((ended[name] - tensor).abs().max() for name, tensor in begun.items()) > 1e-3
-    for before, after, offload in ((1, 2, False), (2, 1, False), (2, 1, True)):
-        moved = tmp_path / f"from {before} to {after}, {offload}"
-        assert launch(before, train_save_resume, moved, 0, 2, None) == [0] * before
-        assert launch(after, train_save_resume, moved, 2, 2, moved / "out", offload) == [0] * after
-        for name, tensor in torch.load(moved / "out").items():
-            assert (ended[name] - tensor).abs().max() < 1e-6
-
-
-def test_bfcl_without_a_readable_checkpoint_a_run_does_not_begin_anew(tmp_path, capsys):
-    train_save_resume(tmp_path, 0, 1, None)
-    (tmp_path / "checkpoints" / "stage2-000001" / ".metadata").write_bytes(b"half")
-    with pytest.raises(SystemExit, match="no checkpoint in .* can be read"):
-        train_save_resume(tmp_path, 1, 0, None)
-    assert "stage2-000001 cannot be read" in "".join(capsys.readouterr())
+def test_bfcl_weights_are_trained_in_fp32_and_sampled_and_saved_as_they_compute(base, tmp_path, monkeypatch):
+    AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    monkeypatch.setattr(bfcl, "COMPUTE_DTYPE", torch.bfloat16)
+    trained, frozen = (load(tmp_path, tokenizer) for load in (bfcl.load_model, bfcl.load_frozen))
+    assert {(p.dtype, p.requires_grad) for p in trained.parameters()} == {(torch.float32, True)}
+    assert {(p.dtype, p.requires_grad) for p in frozen.parameters()} == {(torch.bfloat16, False)}
+    assert {buffer.dtype for buffer in frozen.buffers()} == {torch.float32} and not frozen.training
+    assert frozen.config.reward_token_ids == tokenizer.convert_tokens_to_ids([HIGH, LOW])
+    frozen.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def fails(*args, **kwargs):
@@ -4629,24 +4093,20 @@ def fails(*args, **kwargs):
 def failing_run(place, folder):
     """A step of stage 2 and a checkpoint in which everybody waits for everybody; the second process fails."""
 
-    def pipeline(args, processes):
-        model, tokenizer = processes.shard(tiny_model(400)), byte_level_tokenizer()
-        ref, optimizer = processes.reference(model), torch.optim.AdamW(model.parameters())
-        if processes.rank == 1:
+    def pipeline(s, env):
+        model = bfcl.shard(policy_model(400))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        if bfcl.RANK == 1:
             owner, name = {"update": (rcgrpo, "clipped_policy_loss"), "rollout": (Echo, "step"),
-                           "save": (bfcl, "training_state"), "nowhere": (Echo, "nothing")}[place]
+                           "save": (bfcl, "get_state_dict"), "nowhere": (Echo, "nothing")}[place]
             setattr(owner, name, fails)
-        end = chat_format(tokenizer).end_of_turn
-        rcgrpo_step(model, ref, optimizer, [0], lambda task: Echo(),
-                    lambda prompts: [[7 + row, end] for row in range(len(prompts))], tokenizer, G=2, p=None,
-                    gather=processes.gather, mine=processes.mine)
-        a_run(folder, processes).save("stage2", 1, model, optimizer)
+        rcgrpo_step(model, None, optimizer, [0], lambda task: Echo(), lambda prompts: [
+            [7 + row, END] for row in range(len(prompts))], TOKENIZER, G=2, p=None, beta=0)
+        bfcl.Run(s).save_checkpoint("stage2-000001", model, optimizer)
 
     bfcl.pipeline = pipeline
-    try:
-        bfcl.main(["--out", str(folder)])
-    finally:
-        time.sleep(600)  # Python's teardown, which may wait for the others: it must not be reached
+    bfcl.main(["--out", str(folder)])
+    assert place == "nowhere"  # whoever fails ends at once
 
 
 @pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
@@ -4657,8 +4117,8 @@ def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, p
     assert time.monotonic() - start < 40
 
 
-def small_main(stage, step, *flags):
-    """The small pipeline in this process, which dies just after that step."""
+def main_that_dies(stage, step, base, out, *flags):
+    """A tiny run that dies just after that step."""
     log = bfcl.Run.log
 
     def dies(run, *place_and_more):
@@ -4666,64 +4126,55 @@ def small_main(stage, step, *flags):
         if place_and_more[:2] == (stage, step):
             os._exit(9)
 
-    bfcl.pipeline, bfcl.Run.log = small_pipeline, dies
-    bfcl.main(["--model", *flags, *TINY])
+    bfcl.Run.log = dies
+    tiny_run(base, out, *flags)
 
 
-def test_bfcl_two_processes_killed_and_resumed_make_the_run_of_two_that_were_not(whole_run, base, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert launch(2, small_main, "never", 0, base, "--out", whole) == [0, 0]
-    assert 9 in launch(2, small_main, "stage2", 2, base, "--out", killed)
-    assert list((killed / "checkpoints").glob("stage2-*"))
-    assert launch(2, small_main, "never", 0, base, "--out", killed, "--resume") == [0, 0]
+def test_bfcl_two_processes_go_on_to_the_same_end_and_one_may_take_over(whole_run, base, tmp_path):
+    whole, killed, alone = (tmp_path / name for name in ("whole", "killed", "alone"))
+    assert launch(2, tiny_run, base, whole) == [0, 0]
+    assert 9 in launch(2, main_that_dies, "stage2", 2, base, killed)
+    shutil.copytree(killed, alone)
+    assert launch(2, tiny_run, base, killed) == [0, 0]
     assert_same_run(whole, killed)
     assert len(read_lines(whole / "metrics.jsonl")) == 8  # one process writes
     one, two = weights(whole_run / "stage1"), weights(whole / "stage1")  # no draws in it: one process's model
     assert all((one[key] - two[key]).abs().max() < 1e-4 for key in one)
     assert "lm_head.weight" not in safe_open(whole / "stage1/model.safetensors", "pt").keys()  # it is tied
+    tiny_run(base, alone, "--offload")  # from a checkpoint of two
+    taken, before = read_lines(alone / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
+    assert taken[:6] == before[:6] and len(taken) == 8 and (alone / "eval.json").exists()
 
 
-def test_bfcl_a_run_offloads_resumes_and_ends_with_the_model_of_one_that_does_not(whole_run, base, tmp_path):
-    out = tmp_path / "x"
-    assert launch(1, small_main, "stage2", 2, base, "--out", out, "--offload") == [9]
-    assert launch(1, small_main, "never", 0, base, "--out", out, "--offload", "--resume") == [0]
-    for name in ("stage1", "model"):
-        one, other = weights(whole_run / name), weights(out / name)
-        assert all((one[key] - other[key]).abs().max() < 1e-4 for key in one)
-    metrics = [read_lines(folder / "metrics.jsonl") for folder in (whole_run, out)]
-    for one, other in zip(*metrics, strict=True):
-        assert other.pop("stage") == one.pop("stage") and other == pytest.approx(one, rel=1e-3, abs=1e-4)
+def record_to(out, base, *flags):
+    seen = record(base, out, *flags)
+    torch.save({place: list(map(str, seen[place])) for place in seen if "report" not in place},
+               out / f"seen{bfcl.RANK}")
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizer beside the repository")
-def test_bfcl_passes_of_real_lengths_are_equally_long_on_all_processes():
-    tokenizer, rng, groups = tokenizer_named("qwen2_5"), random.Random(0), []
-    for number, task in enumerate(rng.sample(TASKS, 128)):
-        expert = bfcl.expert_play(task, SimpleNamespace(protocol="combined", init="none"), tokenizer)
-        if len(expert.ids) > 16384:
-            continue
-        fork = expert.mask.index(1) - 8  # where the reward token stands
-        ids = [[*expert.ids[:fork], row, *expert.ids[fork + 1 :]] for row in range(5)]
-        groups.append([Trajectory(row, expert.mask, group=number) for row in ids])
-    longest_first = sorted(groups, key=lambda rows: -sum(len(t.ids) for t in rows))  # as rcgrpo_step has them
-    model = tiny_model(50)
-
-    def loads(dealt):  # of each process: tokens of its passes
-        everyone = []
-        for rank in range(8):
-            mine = [t for group in dealt[rank::8] for t in group]
-            passes = rcgrpo.passes(model, mine, 24576)
-            everyone.append([len(rcgrpo.pack([mine[row] for row in rows])[0]) for rows in passes])
-        return everyone
-
-    def waiting(everyone):  # all wait for the longest first pass, then for the longest second one, ...
-        slowest = sum(map(max, itertools.zip_longest(*everyone, fillvalue=0)))
-        return slowest / (sum(map(sum, everyone)) / len(everyone))
-
-    assert waiting(loads(longest_first)) < 1.2
-    one_group_a_pass = [[len(rcgrpo.pack(group)[0]) for group in rng.sample(groups, len(groups))[rank::8]]
-                        for rank in range(8)]
-    assert waiting(one_group_a_pass) > 1.6  # what it was
+def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, tmp_path):
+    assert launch(2, record_to, tmp_path / "x", base, *FLAGS) == launch(
+        2, record_to, tmp_path / "y", base, "--limit", "1") == [0, 0]
+    both, (alone, _) = [torch.load(tmp_path / "x" / f"seen{rank}") for rank in (0, 1)], recorded
+    for place in ("failures: tasks", "stage 2: tasks", "stage 1: rows", "evaluation: tasks"):  # shared out
+        for *parts, whole in zip(both[0][place], both[1][place], alone[place], strict=True):
+            mine, theirs = map(ast.literal_eval, parts)
+            assert len(mine) == len(theirs) and sorted(map(str, mine + theirs)) == sorted(map(str, whole))
+    for place in ("actor: seed", "stage 2: seed", "failures: seed"):
+        assert len({*both[0][place], *both[1][place]}) == 2 * len(alone[place])
+    for one in both:  # the copy is kept up to date; what is evaluated is everybody's model
+        for place in ("actor: model", "stage 2: reference", "watching: model", "evaluation: model"):
+            assert one[place] == list(map(str, alone[place]))
+    lines = read_lines(tmp_path / "x" / "metrics.jsonl")
+    assert [line["everywhere"] for line in lines] == [4, 4, 2, 2, 2]  # of all processes; one of them writes
+    assert [line.get("test_success") for line in lines] == [None, None, 0.5, None, 0.5]
+    report = json.loads((tmp_path / "x" / "eval.json").read_text())["results"]
+    assert {name: tally["overall"]["n"] for name, tally in report.items()} == {"low": 4, "none": 4}
+    evaluated = read_lines(tmp_path / "x" / "trajectories.jsonl")
+    assert len({(line["reward_token"], line["id"]) for line in evaluated}) == len(evaluated) == 8
+    assert len(json.loads((tmp_path / "x" / "data.json").read_text())) == 8
+    few = [torch.load(tmp_path / "y" / f"seen{rank}").get("failures: tasks") for rank in (0, 1)]
+    assert few.count(None) == 1  # one of them has no task
 
 
 # ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====
@@ -4738,7 +4189,13 @@ def random_prompts(*lengths, vocabulary=50, prefix=()):
 def continuous():
     """ContinuousPolicy, closed with the test."""
     made = []
-    yield lambda *arguments, **more: made.append(bfcl.ContinuousPolicy(*arguments, **more)) or made[-1]
+
+    def make(model, stop_ids, temperature, max_new_tokens, seed=0, cache_tokens=2**14):
+        given = model.eval(), stop_ids, temperature, max_new_tokens, seed, cache_tokens
+        made.append(bfcl.ContinuousPolicy(*given, max_tokens=2**13))
+        return made[-1]
+
+    yield make
     for policy in made:
         policy.close()
 
@@ -4748,10 +4205,9 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous)
     model = tiny_model(8, initializer_range=0.6).to(dtype)
     model.generation_config = GenerationConfig(
         temperature=0.4, top_p=0.3, top_k=2, min_p=0.2, repetition_penalty=1.9, do_sample=True,
-        eos_token_id=4, suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2,
-    )
+        eos_token_id=4, suppress_tokens=[5], no_repeat_ngram_size=1, max_new_tokens=1, num_return_sequences=2)
     prompt, n = [3, 1, 4], 4000
-    draws = continuous(model, {0}, T, 2, seed=0, cache_tokens=2**15)([prompt] * n)
+    draws = continuous(model, {0}, T, 2, cache_tokens=2**15)([prompt] * n)
     with torch.no_grad():
         logits = model(torch.tensor([prompt, prompt])).logits[0, -1].float()
         follow = (model(torch.tensor([[*prompt, 5]])).logits[0, -1].float() / T).softmax(-1)
@@ -4765,38 +4221,20 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous)
     assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
 
 
-def test_bfcl_greedy_is_that_of_sample_for_prompts_of_every_length_in_their_order(continuous):
-    model, prompts = tiny_model(50), random_prompts(1, 3, 200, 17, 300, 256, 255, 2)
-    expected = sample(model, prompts, 0, 12, {0, 3})
-    assert len({len(ids) for ids in expected}) > 1  # some stop early
-    policy = continuous(model, {0, 3}, 0, 12, seed=0)
-    assert policy(prompts) == expected == policy(prompts)
-    assert [policy([prompt])[0] for prompt in prompts[:3]] == expected[:3]
-
-
-@pytest.mark.parametrize("cache_tokens", [2**18, 6 * 256])
-def test_bfcl_neither_a_shared_prefix_nor_a_full_cache_changes_the_result(
+@pytest.mark.parametrize("cache_tokens", [2**14, 6 * 256])
+def test_bfcl_greedy_is_that_of_sample_whatever_prompts_share_and_whatever_the_cache_holds(
         cache_tokens, monkeypatch, continuous):
     evicted, evict = [], OffloadingManager.offload_requests
     monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
     model = tiny_model(50, max_position_embeddings=1024)
     (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
-    prompts = random_prompts(*range(1, 13), prefix=prefix) + [prefix, prefix[:256], prefix[:100]]
+    prompts = [*random_prompts(*range(1, 9), prefix=prefix), prefix, prefix[:256], *random_prompts(3, 200, 1)]
     policy = continuous(model, {0, 3}, 0, 30, 0, cache_tokens)
     for _ in range(2):  # the next turn finds the pages of this one, or not
         said = policy(prompts)
-        assert said == sample(model, prompts, 0, 30, {0, 3})
+        assert said == sample(model, prompts, 0, 30, {0, 3}) and len({*map(len, said)}) > 1
         prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
-    assert bool(evicted) == (cache_tokens < 2**18)
-
-
-def test_bfcl_a_cache_too_small_for_the_longest_row_grows_with_it(continuous):
-    """Its size, and that of its tables, are set by the first turn and hold for all."""
-    model, prompts = tiny_model(50, max_position_embeddings=2048), random_prompts(20, 3)
-    policy = continuous(model, {0}, 0, 4, seed=0, cache_tokens=256, max_tokens=1500)
-    for _ in range(2):
-        assert policy(prompts) == sample(model, prompts, 0, 4, {0})
-        prompts = random_prompts(1400, 3)
+    assert bool(evicted) == (cache_tokens < 2**14)
 
 
 def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads(continuous):
@@ -4805,7 +4243,7 @@ def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads
         lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
     (prompt,) = random_prompts(4600)
     prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
-    policy = continuous(model, (), 1.0, 2, seed=0)  # of what is fed, one token a rollout is not prefilled
+    policy = continuous(model, (), 1.0, 2, cache_tokens=2**15)  # of what it is fed, a token each is drawn
     for _ in range(4):
         fed.clear()
         said = policy(prompts)
@@ -4829,147 +4267,48 @@ def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_
     assert first != second and other(prompts) not in (first, second)
 
 
-def test_bfcl_after_an_update_in_place_only_the_new_weights_are_used(continuous):
-    model, prompts = tiny_model(50, max_position_embeddings=1024), random_prompts(600, 300)
-    model.generation_config.eos_token_id = list(range(0, 50, 2))  # not read: here nothing is a stop id
-    policy = continuous(model, set(), 0, 10, seed=0)
-    before = policy(prompts)
-    with torch.no_grad():  # the values of the last layer: wrong if any old page were reused
-        model.model.layers[-1].self_attn.v_proj.weight.neg_()
-        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
-    assert policy(prompts) == sample(model, prompts, 0, 10, set()) != before
-
-
-@pytest.mark.parametrize("flash, graphs", [(True, (False, True)), (False, None)])
-def test_bfcl_cuda_graphs_are_for_decoding_alone(flash, graphs, monkeypatch):
-    monkeypatch.setattr(bfcl, "has_flash", lambda gpu: flash)
-    model, given = tiny_model(50), []
-    manager = SimpleNamespace(start=lambda: None)
-    model.init_continuous_batching = lambda generation, config, hints: given.append(config) or manager
-    bfcl.ContinuousPolicy(model, {0}, 1.0, 4, 0)._start([[1, 2]])
-    assert given[0].use_cuda_graph == graphs
-
-
-def test_bfcl_a_failure_is_an_error_and_leaves_nothing_running(continuous):
-    model, threads = tiny_model(50), threading.active_count()
-    policy = continuous(model, {0}, 0, 4, seed=0)
-    with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
-        policy([[1, 2], [50]])
-    assert threading.active_count() == threads
-    assert policy([[1, 2]]) == sample(model, [[1, 2]], 0, 4, {0})
-
-
-def test_bfcl_after_a_rollout_no_thread_no_cache_no_output_and_no_setting_is_left(
-        capfd, monkeypatch, continuous):
+def test_bfcl_a_failure_is_an_error_and_after_a_rollout_nothing_is_left(capfd, monkeypatch, continuous):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    tokenizer, threads, environment = byte_level_tokenizer(), threading.active_count(), dict(os.environ)
-    model = tiny_model(400).train()
-    model.activation_checkpointing_enable()
+    threads, environment, model = threading.active_count(), dict(os.environ), tiny_model(400)
     logger = logging.getLogger("ContinuousBatchingLogger")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])  # its own: an older stderr
     logger.setLevel(logging.WARNING)
-    policy = continuous(model, chat_format(tokenizer).stop_ids, 1.0, 4, seed=0)
-    assert policy.max_tokens == 512 and policy.temperature == 1.0
+    policy = continuous(model, {END}, 1.0, 4)
+    with pytest.raises(RuntimeError, match="continuous batching failed: index out of range"):
+        policy([[1, 2], [400]])
+    assert threading.active_count() == threads and (policy.max_tokens, policy.temperature) == (512, 1.0)
     for env, ending in ((Echo(), nullcontext()), (SimpleNamespace(reset=fails), pytest.raises(RuntimeError))):
         policy([[1, 2], [3]])
         assert threading.active_count() == threads + 1
-        with ending:
-            rollout([env], [None], policy, tokenizer)  # which closes its policy
+        with ending, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no action ended
+            rollout([env], [None], policy, TOKENIZER)  # which closes its policy
     assert threading.active_count() == threads and dict(os.environ) == environment
     assert not any(type(thing) is PagedAttentionCache for thing in gc.get_objects())
-    assert model.training and model.config._attn_implementation == "sdpa"
-    assert capfd.readouterr() == ("", "")
+    assert model.config._attn_implementation == "sdpa" and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("two, three", [(True, False), (False, True), (False, False)])
+def test_bfcl_it_is_taken_on_a_gpu_with_any_flash_attention_with_cuda_graphs_for_decoding_alone(
+        two, three, monkeypatch, continuous):
+    monkeypatch.setattr(bfcl, "is_flash_attn_2_available", lambda kernels_fallback_ok: two)
+    monkeypatch.setattr(bfcl, "is_flash_attn_3_available", lambda kernels_fallback_ok: three)
+    for sampler, gpu, taken in (("auto", True, two or three), ("auto", False, False), ("plain", True, False),
+                                ("continuous", False, True)):
+        assert bfcl.is_continuous(bfcl.parse_arguments(["--sampler", sampler]), gpu) == taken
+    given, manager = [], SimpleNamespace(start=lambda: None, stop=lambda hard_stop: None)
+    model = SimpleNamespace(config=tiny_model(50).config, eval=lambda: model)
+    model.init_continuous_batching = lambda generation, *more: given.extend(more) or manager
+    continuous(model, {0}, 1.0, 4, cache_tokens=1000)._start([[1, 2]])
+    config, hints = given
+    assert config.use_cuda_graph == ((False, True) if two or three else None) and config.num_blocks == 4
+    assert (hints.max_prompt_length, hints.max_generated_length) == (512, 4)  # of any row
+    flags = "--sampler continuous --rollout-tokens 9 --max-tokens 400 --max-new-tokens 9"
+    policy = bfcl.make_policy(bfcl.parse_arguments(flags.split()), tiny_model(400), TOKENIZER, 0)
+    assert policy.cache_tokens == 409  # the longest row has room
 
 
 # ===== train_bfcl.py 16. The plan, and memory on GPUs, tracked without one =====
-
-
-def test_bfcl_the_plan_counts_without_loading_a_model(base, capsys, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    monkeypatch.setattr(bfcl, "Processes", None)
-    bfcl.main(["--plan", "--model", str(base), "--split", "paper", "--limit", "3", "--gpu", "a100"])
-    printed = capsys.readouterr().out
-    for words in ("3 training, 3 test, split paper", "have a training task with the same gold calls",
-                  "stage 1    5 steps: 6 trajectories, 5 epochs", "400 steps of 256 tasks x G = 5",
-                  "GiB per GPU", "the largest part is", "on 1 a100, modelled, not measured",
-                  "3% of them loop"):
-        assert words in printed, words
-    tokenizer = bfcl.load_tokenizer(str(base))
-    add_reward_tokens(tokenizer)
-    for init, token in (("rctp", HIGH), ("sft", None)):  # measured as stage 1 will have it
-        measured = bfcl.expert_play(TASKS[0], bfcl.parse_arguments(["--init", init]), tokenizer)
-        assert measured.reward_token == token and measured.reward == 1
-
-
-def test_bfcl_the_plan_counts_what_adamw_copies_and_what_continuous_batching_leaves_alone():
-    sizes, short = Qwen2Config(**QWEN_1_5B), "--sampler plain --rollout-tokens 1 --max-turns 1".split()
-    s = bfcl.parse_arguments([*short, "--tokens-per-pass", "1", "--max-tokens", "1"])
-    *_, (what, update, _) = bfcl.memory(s, sizes, n_params := 10**10, 1, gpu=True)
-    assert what == "an update, with its gradients" and update == 2 * 4 * n_params
-    s = bfcl.parse_arguments(["--sampler", "continuous"])
-    kept = 3 * s.rollout_tokens * bfcl.bytes_in_cache(sizes, 2)
-    assert bfcl.rollout_memory(s, sizes, 2, gpu=True) * 0.8 > kept + 2**30
-
-
-def test_bfcl_what_cannot_fit_is_said_first_with_the_flag_that_helps(base):
-    args, config = bfcl.parse_arguments(["--model", str(base), *TINY]), AutoConfig.from_pretrained(base)
-    of_two = bfcl.memory(args, config, bfcl.count_parameters(config), 2, gpu=True)
-    need = sum(size for _, size, _ in of_two)
-    add_reward_tokens(tokenizer := bfcl.load_tokenizer(base))
-    plan = partial(bfcl.plan, args, tokenizer, *bfcl.choose_tasks(args.split, args.limit))
-    fits = "does not fit: .*rollout's keys.*lower --rollout-tokens.*With 2 such processes it fits"
-    for available, words in ((need, fits), (1000, "No number of processes is enough")):
-        with pytest.raises(SystemExit, match=words):
-            plan(1, gpu=True, available=available)
-    plan(2, gpu=True, available=need)
-    all_there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 2**20 < 2 * bfcl.memory_there(SimpleNamespace(cuda=False, size=2)) < all_there_is
-
-
-def test_bfcl_torchrun_says_for_how_many_the_plan_is_and_the_first_process_prints_it(base, monkeypatch):
-    planned = []
-    monkeypatch.setattr(bfcl, "plan", lambda *given, **more: planned.append(given[4]))
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    for rank in "0123":
-        monkeypatch.setenv("RANK", rank)
-        bfcl.main(["--plan", "--model", str(base), *TINY])
-    assert planned == [8]
-
-
-def test_bfcl_the_hours_are_those_of_the_gpu_that_is_there_and_any_flash_attention_counts(base, monkeypatch):
-    args, tokenizer = bfcl.parse_arguments(["--model", str(base), *TINY]), bfcl.load_tokenizer(base)
-    add_reward_tokens(tokenizer)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, gpu in (("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("Tesla T4", "h200")):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        bfcl.plan(args, tokenizer, *bfcl.choose_tasks(args.split, 1), 1, True, None)
-        assert args.gpu == gpu  # one that is not known leaves what was said
-    for two, three in ((True, False), (False, True), (False, False)):
-        monkeypatch.setattr(bfcl, "is_flash_attn_2_available", lambda kernels_fallback_ok, two=two: two)
-        monkeypatch.setattr(bfcl, "is_flash_attn_3_available", lambda kernels_fallback_ok, three=three: three)
-        assert bfcl.has_flash(gpu=True) == (two or three) and not bfcl.has_flash(gpu=False)
-
-
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_bfcl_any_number_of_processes_shares_a_smoke_run_evenly(size, monkeypatch):
-    arms = []
-    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: arms.append(s))
-    monkeypatch.setattr(bfcl, "write_folder", lambda *_: None)
-    bfcl.smoke(["--smoke"], SimpleNamespace(rank=1, size=size))
-    assert len(arms) == 9 and all(s.batch % size == s.stage1_batch % size == 0 for s in arms)
-    bfcl.smoke(["--smoke", "--batch", "24", "--init", "sft"], SimpleNamespace(rank=1, size=size))
-    assert [s.batch for s in arms[9:]] == [24] * 3
-
-
-@pytest.mark.parametrize("cause", [None, MemoryError()])
-def test_bfcl_running_out_of_memory_says_which_flags_help(cause, monkeypatch, capsys):
-    def pipeline(*_):
-        raise (torch.OutOfMemoryError("no room") if cause is None else RuntimeError("batching")) from cause
-
-    monkeypatch.setattr(bfcl, "pipeline", pipeline)
-    with pytest.raises(RuntimeError):
-        bfcl.main([])
-    assert re.search("update lower --tokens-per-pass, .* rollouts --rollout-tokens", capsys.readouterr().err)
 
 
 QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -4978,61 +4317,54 @@ QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
                  num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("flags, end", [("--smoke", "\nstopped"), ("--out x", " --resume goes on")])
-def test_bfcl_ctrl_c_says_how_to_go_on_where_one_can(flags, end, monkeypatch):
-    for part in ("smoke", "pipeline"):
-        monkeypatch.setattr(bfcl, part, lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(SystemExit) as stopped:
-        bfcl.main(flags.split())
-    assert stopped.value.code.endswith(end)
+def test_bfcl_the_plan_counts_without_loading_a_model(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    flags = ["--plan", "--model", base, "--split", "paper", "--limit", "3", "--out", tmp_path / "x"]
+    bfcl.main(flags)
+    printed = capsys.readouterr().out
+    for words in ("3 for training, 3 for the test, split paper; ", "training task with the same gold calls",
+                  "stage 1: 5 steps of 16 of 6 trajectories", "stage 2: 400 steps of 256 tasks of 5 rollouts",
+                  "GiB on each GPU: fp32 weights", "README's table"):
+        assert words in printed, words
+    bfcl.main([*flags, "--init", "none", "--rl", "none", "--max-tokens", "100"])
+    printed = capsys.readouterr().out
+    assert "stage 1: none\nstage 2: none" in printed and "3 have more than --max-tokens 100" in printed
+    assert not (tmp_path / "x").exists()
 
 
-def test_bfcl_the_plan_knows_a_7B_model():
-    config = Qwen2Config(**QWEN_7B)
-    n = bfcl.count_parameters(config)
-    assert n == 7_615_616_512  # Qwen2.5-7B
+def count_held(base, tmp_path, offload):
+    """What the plan says is what the first process holds, what a token leaves in a cache, what files take."""
+    def size(tensors):
+        return sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in tensors)
 
-    def memory(*flags, processes=8):
-        return bfcl.memory(bfcl.parse_arguments(flags), config, n, processes, gpu=True)
+    s = settings(base, tmp_path, *["--offload"] * offload)
+    with bfcl.process_group(), pytest.MonkeyPatch.context() as patch:
+        tokenizer = bfcl.check_everything(s)
+        plan = bfcl.held(s, bfcl.outline(str(base), tokenizer))
+        assert offload == next(iter(plan)).startswith("in the host's memory: fp32 weights")
+        *trained, actor, ref, cache, disk = plan.values()
+        model = bfcl.shard(bfcl.load_model(base, tokenizer), offload)
+        patch.setattr(bfcl, "COMPUTE_DTYPE", torch.bfloat16)
+        frozen = bfcl.load_frozen(base, tokenizer)
+        assert actor == size(frozen.parameters())
+        layers = frozen(torch.tensor([[1]])).past_key_values.layers
+        assert cache == s.rollout_tokens * size(x for layer in layers for x in (layer.keys, layer.values))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        moments = [x for state in optimizer.state.values() for name, x in state.items() if name != "step"]
+        has = [size(model.parameters()), size(p.grad for p in model.parameters()), size(moments)]
+        assert bfcl.RANK > 0 or trained == has
+        assert bfcl.RANK > 0 or ref == size(bfcl.shard(frozen).parameters())
+        bfcl.Run(s).save_checkpoint("stage2-000001", model, optimizer)
+        written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*"))
+        assert bfcl.SIZE > 1 or 2 * written + 2 * actor == pytest.approx(disk, rel=0.2)  # with names, places
 
-    parts = {name: size for name, size, _ in memory()}
-    assert parts["fp32 weights and AdamW's moments"] == 12 * n / 8
-    assert parts["the copy that rolls out"] == 2 * n and parts["pi_ref"] == 2 * n / 8
-    assert sum(parts.values()) < 55 * 2**30
-    assert sum(size for _, size, _ in memory("--offload", processes=1)) < 60 * 2**30
-    assert bfcl.bytes_in_cache(config, 2) == 28 * 2 * 4 * 128 * 2
-    assert bfcl.host_and_disk(bfcl.parse_arguments(["--offload"]), n, 1) == (22 * n, 40 * n)
-    for flags, remedy in (("--tokens-per-pass 50000", "lower --tokens-per-pass"),
-                          ("--max-tokens 50000", "lower --max-tokens"),
-                          ("--rollout-tokens 1000000", "lower --rollout-tokens"),
-                          ("--tokens-per-pass 1000 --max-tokens 1000", "a smaller --model")):
-        assert max(memory(*flags.split()), key=lambda part: part[1])[2] == remedy
 
-
-def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
-    mask = [0] * 3799 + ([1] * 45 + [0] * 218) * 4  # a mean task: four actions
-    experts, config = [Trajectory([0] * len(mask), mask)], Qwen2Config(**QWEN_7B)
-    n = bfcl.count_parameters(config)
-
-    def seconds(*flags, processes=8):
-        return bfcl.seconds(bfcl.parse_arguments(flags), experts, config, n, processes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bfcl, "LOOPING", 0)
-        patch.setattr(bfcl, "ENDLESS", 0)
-        stage1, reading, sampling, update = seconds("--sampler", "continuous")
-        tokens = 32 * (3799 + 5 * 4 * 263)  # 32 tasks on each GPU
-        assert update == pytest.approx(tokens * 10 * n / (0.4 * 989e12))
-        assert reading == pytest.approx((32 * 3799 + 160 * 3 * (218 + 128)) * 2 * n / (0.45 * 989e12))
-        assert sampling == pytest.approx(4 * 90 * (0.002 + 2 * n / 3.35e12))
-        assert stage1 == pytest.approx(2 * 5 / 8 * len(mask) * 8 * n / (0.4 * 989e12))
-        assert seconds("--sampler", "continuous", processes=4)[3] == pytest.approx(2 * update)
-        plain = seconds("--sampler", "plain")
-        assert plain[1] > 4 * reading and plain[2] > 10 * sampling
-        assert seconds("--gpu", "a100")[3] == pytest.approx(update * 989 / 312)
-        more = seconds("--offload")[3] - update
-        assert more == pytest.approx(tokens / 24576 * 12 * n / 8 / 25e9 + 28 * n / 8 / 50e9)
-    assert seconds()[2] > 1.4 * seconds("--max-turns", "5")[2] > 0  # those who loop make all others wait
+@pytest.mark.parametrize("n, offload", [(1, False), (2, False), (1, True)])
+def test_bfcl_what_the_plan_says_is_held_is_what_a_model_holds(n, offload, base, tmp_path):
+    assert launch(n, count_held, base, tmp_path, offload) == [0] * n
 
 
 # The real update on tensors that have shapes and no contents, sharded over processes that are not there, as
@@ -5042,6 +4374,8 @@ def test_bfcl_the_plan_models_the_hours_from_its_stated_shares(monkeypatch):
 # it actions, E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
           "E": (2344, 14040, 420)}
+PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 4, False, 70), ("7B", QWEN_7B, 1, True, 60),
+          ("1.5B", QWEN_1_5B, 1, False, 45), ("1.5B", QWEN_1_5B, 1, True, 24)]  # GiB on each GPU, at most
 
 
 class PeakMemory(TorchDispatchMode):
@@ -5059,20 +4393,10 @@ class PeakMemory(TorchDispatchMode):
     def forget(self, key):
         self.now -= self.sizes.pop(key)
 
-    def __enter__(self):
-        resize = self.resize = torch.UntypedStorage.resize_
-
-        def counted(storage, size):  # FSDP frees and takes memory by it
-            resize(storage, size)
-            if id(storage) in self.sizes:
-                self.count(id(storage), size)
-
-        torch.UntypedStorage.resize_ = counted
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        torch.UntypedStorage.resize_ = self.resize
-        return super().__exit__(*args)
+    def resize(self, storage, size, really=torch.UntypedStorage.resize_):  # FSDP frees and takes memory by it
+        really(storage, size)
+        if id(storage) in self.sizes:
+            self.count(id(storage), size)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -5108,268 +4432,123 @@ class FlashAttention(torch.autograd.Function):
 
 @contextmanager
 def fake_gpus(n, config, offload=False):
-    """A model in training, pi_ref, the rollout copy on one of n GPUs: memory, bytes on the host, models."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
-    processes = object.__new__(bfcl.Processes)
-    vars(processes).update(rank=0, size=n, cuda=True, sharded=True, device=torch.device("cpu"),
-                           offload=offload, mesh=dist.init_device_mesh("cpu", (n,)))
-    move = torch.Tensor.to
-
-    def attention(q, k, v, attn_mask=None, **_):
+    """What stage 2 has on one of n GPUs: memory, bytes of it on the host, (models, optimizer), actor."""
+    def attention(q, k, v, attn_mask=None, *_, **__):
         if attn_mask is not None:
             attn_mask = attn_mask.to(q.dtype)  # what a kernel that takes a mask makes of it
         return FlashAttention.apply(q, k, v)
 
-    def copied(tensor, *args, **kwargs):  # to the host and back: both are the CPU, `to` would move nothing
-        return tensor.clone() if kwargs.get("non_blocking") else move(tensor, *args, **kwargs)
+    def copied(tensor, *args, move=torch.Tensor.to, **kwargs):  # the host is the CPU too: `to` would not copy
+        return tensor.clone() if offload and kwargs.get("non_blocking") else move(tensor, *args, **kwargs)
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with pytest.MonkeyPatch.context() as patch, fake, PeakMemory() as memory:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-        patch.setattr(rcgrpo, "causal_lower_right", lambda *shape: None)
-        patch.setattr(rcgrpo.group_attention, "calls", 0, raising=False)
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        if offload:
-            patch.setattr(torch.Tensor, "to", copied)
-        model = Qwen2ForCausalLM(Qwen2Config(**config))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    mesh = dist.init_device_mesh("cpu", (n,))
+    with (pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True),
+          PeakMemory() as memory):
+        for owner, name, fake in (
+            (bfcl, "COMPUTE_DTYPE", torch.bfloat16), (dist, "init_device_mesh", lambda *_: mesh),
+            (rcgrpo, "from_all", list), (rcgrpo, "causal_lower_right", lambda *shape: None),
+            (torch.nn.functional, "scaled_dot_product_attention", attention), (torch.Tensor, "to", copied),
+            (torch.Tensor, "pin_memory", lambda tensor: tensor),
+            (torch.UntypedStorage, "resize_", lambda *given: memory.resize(*given)),
+        ):
+            patch.setattr(owner, name, fake)
+        model, ref_model, actor = (Qwen2ForCausalLM(Qwen2Config(**config)) for _ in range(3))
+        for parameter in [*ref_model.parameters(), *actor.parameters()]:
+            parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
         model.activation_checkpointing_enable()
-        optimizer = torch.optim.AdamW(processes.shard(model).parameters(), 1e-6, weight_decay=0)
+        optimizer = torch.optim.AdamW(bfcl.shard(model, offload).parameters(), 1e-6, weight_decay=0)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        rcgrpo.optimizer_step(model, optimizer, 1.0)  # the moments
-        host = memory.now // 3 * 4 if offload else 0  # weights, moments and, when memory is scarce, gradients
-        ref_model, actor = processes.reference(model), processes.whole_copy(model)
-        for each in (model, ref_model, actor):
-            rcgrpo._TRIALS[each] = {("packed", "sdpa"): None, ("padded", "sdpa"): None}  # it has no numbers
-        yield memory, host, (model, ref_model, optimizer), actor
+        optimizer.step()  # makes the moments
+        host = 4 * sum(x.to_local().nbytes for x in model.parameters()) if offload else 0
+        bfcl.shard(ref_model)
+        gc.collect()  # as before each model that the script loads
+        yield memory, host, (model, ref_model, optimizer), actor.eval()
     dist.destroy_process_group()
 
 
-def tracked_update(shape, tokens_per_pass, memory, host, training, actor, groups=4):
+def tracked_update(shape, tokens_per_pass, memory, host, training, actor):
     """Peak bytes of an update on groups of this shape, cut so that the second pass, the first with gradients,
-    is the last; and the tokens of that pass."""
+    is the last."""
     prompt, continuation, actions = shape
     mask = [0] * (prompt + continuation - actions) + [1] * actions
-    rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5)
-            for row in range(5 * groups)]
+    rows = [Trajectory([1] * prompt + [2 + row] * continuation, mask, group=row // 5) for row in range(20)]
     cut = rcgrpo.passes(training[0], rows, tokens_per_pass)[:2]
     memory.peak = 0
     rcgrpo_update(*training, [rows[row] for part in cut for row in part], tokens_per_pass=tokens_per_pass)
-    return memory.peak - host, len(rcgrpo.pack([rows[row] for row in cut[0]])[0])
+    return memory.peak - host
 
 
 def tracked_sampling(rows, length, memory, host, training, actor):
     """The same of the plain sampler's rollouts, which come when there are no gradients."""
     policy = rcgrpo.ModelPolicy(actor, {0}, 1.0, 1024)
     memory.peak = 0
-    policy._begin(rows)
+    policy._begin([[row] for row in range(rows)])
     with torch.no_grad():
         policy._feed([[1] * length] * rows)
         policy._feed([[1]] * rows)
-    return memory.peak - host * 3 // 4, rows * length
+    return memory.peak - host * 3 // 4
 
 
-def planned(config, n, offload, tokens, row=None):
-    """Bytes in the plan: an update with passes of so many tokens, or sampling rows of this length."""
-    sizes, flags = Qwen2Config(**config), ["--sampler", "plain", *["--offload"] * offload]
-    s = bfcl.parse_arguments([*flags, "--max-tokens", str(row or tokens), "--tokens-per-pass", str(tokens),
-                              "--rollout-tokens", str(tokens)])
-    *fixed, update = (size for _, size, _ in bfcl.memory(s, sizes, bfcl.count_parameters(sizes), n, gpu=True))
-    return sum(fixed) + (bfcl.rollout_memory(s, sizes, 2, gpu=True) if row else update)
+def peaks(config, n, offload, layers, shapes=SHAPES, rollouts=((39, 2300), (22, 4700), (8, 15360))):
+    """GiB of updates and of rollouts."""
+    with fake_gpus(n, {**config, "num_hidden_layers": layers}, offload) as tracked:
+        return {**{shape: tracked_update(SHAPES[shape], 24576, *tracked) / 2**30 for shape in shapes},
+                **{f"{rows} x {length}": tracked_sampling(rows, length, *tracked) / 2**30
+                   for rows, length in rollouts}}
 
 
-PLACES = [("7B", QWEN_7B, 8, False), ("7B", QWEN_7B, 4, False), ("7B", QWEN_7B, 1, True),
-          ("1.5B", QWEN_1_5B, 1, False), ("1.5B", QWEN_1_5B, 1, True)]
-
-
-def print_memory(layers=28):
+def print_memory():
+    """The README's table: GiB on each GPU, of an update on groups of each shape, of rollouts of each size."""
     torch.set_num_threads(1)
-
-    def print_line(what, peak, plan):
-        print(f"{what}: {peak / 2**30:.1f} GiB, by the plan {plan / 2**30:.1f}", flush=True)
-
-    for name, config, n, offload in PLACES:
-        config, name = {**config, "num_hidden_layers": layers}, f"{name} on {n}{' with --offload' * offload}"
-        with fake_gpus(n, config, offload) as tracked:
-            for shape in SHAPES:
-                peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
-                plan = planned(config, n, offload, tokens)
-                print_line(f"{name}, update, {shape}", peak, plan)
-            for rows, length in ((39, 2300), (22, 4700), (8, 15360)):
-                peak, tokens = tracked_sampling(rows, length, *tracked)
-                plan = planned(config, n, offload, tokens, length)
-                print_line(f"{name}, sampling, {rows} x {length}", peak, plan)
+    for name, config, n, offload, _ in PLACES:
+        found = peaks(config, n, offload, config["num_hidden_layers"])
+        print(f"{name} on {n}{' with --offload' if offload else ''}: at most {max(found.values()):.0f}; "
+              + ", ".join(f"{shape} {peak:.1f}" for shape, peak in found.items()), flush=True)
 
 
-def test_bfcl_the_peak_follows_tokens_per_pass():
-    config = dict(QWEN_1_5B, hidden_size=64, intermediate_size=256, num_attention_heads=4,
-                  num_hidden_layers=1, vocab_size=500)
-    with fake_gpus(2, config) as tracked:
-        before = tracked[0].now
-
-        def peak(prompt, answer, tokens_per_pass):
-            shape = prompt, answer, answer
-            return tracked_update(shape, tokens_per_pass, *tracked, groups=2)[0] - before
-
-        once = peak(500, 500, 3000)
-        assert peak(2000, 2000, 12000) > 3 * once  # a group four times as long, all at once
-        assert peak(1000, 2000, 3000) < 1.1 * once  # nearly as long, row by row
-        assert peak(2000, 2000, 3000) < 1.35 * once  # a row of it alone is longer than a pass
-        assert peak(500, 500, 1000) < 0.5 * once
+@pytest.mark.parametrize("name, config, n, offload, limit", PLACES[:4])
+def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
+    """By three layers and four, as memory grows by the same with every layer. print_memory() has all 28 of
+    them and the other shapes, which need less."""
+    (three,), (four,) = (peaks(config, n, offload, layers, "C", ()).values() for layers in (3, 4))
+    assert three + 25 * (four - three) < limit
 
 
-@pytest.mark.parametrize("config, n, offload, shape", [(QWEN_7B, 8, False, "C"), (QWEN_1_5B, 1, True, "D")])
-def test_bfcl_the_plan_is_within_10_percent_of_what_is_tracked(config, n, offload, shape):
-    """Two layers here; print_memory() has all 28."""
-    config = {**config, "num_hidden_layers": 2}
-    with fake_gpus(n, config, offload) as tracked:
-        peak, tokens = tracked_update(SHAPES[shape], 24576, *tracked)
-        assert planned(config, n, offload, tokens) == pytest.approx(peak, rel=0.1)
-        peak, tokens = tracked_sampling(8, 15360, *tracked)
-        assert planned(config, n, offload, tokens, row=15360) == pytest.approx(peak, rel=0.1)
+# ===== train_bfcl.py 17. The whole script =====
 
 
-# ===== train_bfcl.py 17. The whole script, and the worst user =====
+def test_bfcl_a_smoke_run_makes_its_own_model_and_rewards_and_its_flags_count(tmp_path, capsys):
+    bfcl.main(["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--out", tmp_path,
+               "--reward-tokens", "low", "--hindsight", "--sampler", "continuous"])
+    made, report = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "eval.json"))
+    assert (made["--ratio"], made["--limit"], made["--model"]) == ("trajectory", 2, f"{tmp_path}/tiny")
+    assert report["protocol"] == "turns" and re.search("low +0.00 [(]0/2[)]", capsys.readouterr().out)
+    steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["stage"] == "stage2"]
+    assert len(steps) == 2 and any(step["grad_norm"] > 0 for step in steps)
+    assert all(step["hindsight_count"] == round(step["reward"] * 12) for step in steps)
+    assert weights(tmp_path / "model")  # loads with transformers alone
 
 
-def test_bfcl_smoke_runs_every_stage_of_every_arm_and_its_flags_count(tmp_path, capsys):
-    bfcl.main(["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "1", "--goals", "low",
-               "--out", tmp_path])
-    printed = capsys.readouterr().out
-    assert "R was not the benchmark's" in printed
-    for init, rl in itertools.product(["rctp", "sft", "none"], ["rc-grpo", "grpo", "none"]):
-        folder, trained = tmp_path / f"{init}+{rl}", rl != "none"
-        settings, report = (json.loads((folder / name).read_text()) for name in ("config.json", "eval.json"))
-        assert (settings["protocol"], settings["ratio"], settings["limit"]) == ("turns", "trajectory", 1)
-        assert set(report["goals"]) == {"low"} and report["protocol"] == "turns"
-        assert re.search(f"{init} [+] {rl} +low +0.00 [(]0/1[)]", printed)
-        metrics = folder / "metrics.jsonl"
-        steps = [line for line in read_lines(metrics) if line["stage"] == "stage2"] if trained else []
-        assert len(steps) == 2 * trained and any(step["grad_norm"] > 0 for step in steps) == trained
-        assert {step["reward_low"] is not None for step in steps} <= {rl == "rc-grpo", False}
-    assert weights(tmp_path / "rctp+rc-grpo" / "model")  # loads with transformers alone
-
-
-def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_missing(monkeypatch):
-    class Restarted(Exception):
-        pass
-
+def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_missing(monkeypatch, capsys):
     def execve(python, argv, environment):
-        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1")
-        assert environment == {**os.environ, **bfcl.ENVIRONMENT, **mine}
-        raise Restarted
+        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1") and environment["PYTHONHASHSEED"] == "0"
+        raise MemoryError(environment["PYTORCH_ALLOC_CONF"])
 
     monkeypatch.setattr(sys, "argv", ["train_bfcl.py", "--lr", "0.1"])
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
-    for mine, end, words in (({}, Restarted, None), ({"PYTORCH_ALLOC_CONF": "x"}, Restarted, None),
-                             (bfcl.ENVIRONMENT, SystemExit, "BFCL needs .*pip install")):
-        for name in bfcl.ENVIRONMENT:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in mine.items():
-            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "mine")
+    for hash_seed, end, words in (("7", MemoryError, "mine"), ("0", SystemExit, "bfcl-eval .*pip install")):
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
         with pytest.raises(end, match=words):
             importlib.import_module("runpy").run_path(str(HERE / "train_bfcl.py"), run_name="__main__")
-
-
-def test_bfcl_a_smoke_run_can_be_of_one_arm_and_is_alone_in_its_folder(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(bfcl, "pipeline", lambda s, processes, train_env: ran.append(
-        (s.init, s.rl, s.model, s.lr, train_env)))
-    flags = ["--smoke", "--init", "sft", "--rl", "grpo", "--model", "mine", "--lr", "0.25", "--out", tmp_path]
-    bfcl.main(flags)
-    assert ran == [("sft", "grpo", "mine", 0.25, bfcl.ParityEnv)]
-    lock = bfcl.lock_folder(tmp_path)
-    with pytest.raises(SystemExit, match="another process is at work there"):
-        bfcl.main(flags)
-    lock.close()
-
-
-def broken(content, rng):
-    """The bytes of a file after an accident; digits stay, as no file can tell that one was another."""
-    place, size = rng.randrange(len(content) + 1), rng.choice([1, 1, 3, 40, 2000])
-    accident = rng.choice(["cut", "hole", "noise", "twice", "swap", "other"])
-    if accident == "cut":
-        return content[:place]
-    if accident == "hole":
-        return content[:place] + content[place + size:]
-    if accident == "noise":
-        noise = rng.choice([b"\x00", b"\xff\xfe", b"}", b"[" * 3000, b"\n", b'"', b", "])
-        return content[:place] + noise + content[place:]
-    if accident == "twice":
-        return content + content[place:]
-    if accident == "swap":
-        return content[place:] + content[:place]
-    return rng.choice([b"", b"{}", b"[]", b"null", b"1", b'""', b"\n", b'{"a": NaN}', b"[" * 100000,
-                       b'{"stage": "stage1", "step": 1e999}\n'])
-
-
-def spoil_one(folder, whole, rng):
-    """The files of a folder as they were, then one broken; its name."""
-    for name, content in whole.items():
-        (folder / name).write_bytes(content)
-    name = rng.choice(list(whole))
-    (folder / name).write_bytes(broken(whole[name], rng))
-    return name
-
-
-def outcome(call, *arguments):
-    """What a call returns, or the one line with which it refuses."""
-    try:
-        return call(*arguments)
-    except SystemExit as refusal:
-        one_line = isinstance(refusal.code, str) and "\n" not in refusal.code.strip()
-        assert refusal.code == 2 or one_line, refusal.code
-        return refusal
-
-
-def until_tired(what):
-    """Random generators, for FUZZ_SECONDS; at least twenty."""
-    end, seed = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", 3)), os.environ.get("FUZZ_SEED", what)
-    for number in itertools.takewhile(lambda n: n < 20 or time.monotonic() < end, itertools.count()):
-        yield random.Random(f"{seed} {number}")
-
-
-def test_bfcl_fuzz_no_broken_run_folder_is_used_as_if_it_were_whole(whole_run, base, tmp_path):
-    folder = shutil.copytree(whole_run, tmp_path / "x")
-    settings = bfcl.parse_arguments(["--model", str(base), *TINY])
-    train, _ = bfcl.choose_tasks(settings.split, settings.limit)
-    vocabulary = len(AutoTokenizer.from_pretrained(folder / "model"))
-
-    def opened(done=3):
-        with bfcl.Run(folder, bfcl.binding_settings(settings), bfcl.Processes(), True) as run:
-            run._forget_after("stage2", done)
-        data = bfcl.read_data(folder / "data.jsonl", train, True, vocabulary, lambda task: Trajectory([], []))
-        return sorted((t.group, str(t.reward_token), t.reward, len(t.ids), t.mask) for t in data)
-
-    data, names = opened(done=4), ("config.json", "data.jsonl", "metrics.jsonl", "timings.jsonl")
-    whole = {name: (folder / name).read_bytes() for name in names}
-    steps = [(stage, step) for stage in ("stage1", "stage2") for step in range(4)]
-    for rng in until_tired("run"):
-        name = spoil_one(folder, whole, rng)
-        read = outcome(opened)
-        if isinstance(read, SystemExit):
-            assert name in str(read) or "other settings" in str(read)
-        else:
-            assert read == data  # all but single digits
-            assert json.loads((folder / "config.json").read_text()) == json.loads(whole["config.json"])
-            kept = [(line["stage"], line["step"]) for line in read_lines(folder / "metrics.jsonl")]
-            assert kept == [step for step in steps if step in kept]
-
-
-def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path):
-    folder, accepted = shutil.copytree(whole_run / "stage1", tmp_path / "stage1"), 0
-    settings = bfcl.parse_arguments(["--model", str(base), "--stage1", str(folder), *TINY])
-    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    for rng in until_tired("model"):
-        spoil_one(folder, whole, rng)
-        tokenizer = outcome(bfcl.check_everything, settings, 1)
-        if not isinstance(tokenizer, SystemExit):
-            model = outcome(bfcl.load_model, str(folder), tokenizer, bfcl.Processes(), False)
-            accepted += not isinstance(model, SystemExit)
-    assert accepted  # of a licence, of blanks, of what has a default
+    monkeypatch.undo()
+    monkeypatch.setattr(bfcl, "pipeline", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
+    with pytest.raises(torch.OutOfMemoryError):
+        bfcl.main([])
+    assert "Out of memory: lower --tokens-per-pass or --rollout-tokens" in capsys.readouterr().err
 
 
 # ===== README.md: every command has flags that exist, every piece of code runs =====
@@ -5377,12 +4556,13 @@ def test_bfcl_fuzz_no_broken_model_ends_in_a_traceback(whole_run, base, tmp_path
 
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
     readme = (HERE / "README.md").read_text()
-    commands = re.findall(r"train_bfcl[.]py([^`#\n]*)", readme)
-    assert len(commands) >= 5
-    for command in commands:
-        bfcl.parse_arguments(command.split())
+    commands = re.findall(r"(train_bfcl|toy_env)[.]py([^`#\n]*)", readme)
+    assert len(commands) >= 6
+    parsers = {"train_bfcl": bfcl.parse_arguments, "toy_env": toy_env.parse_arguments}
+    for script, command in commands:
+        parsers[script](command.replace(" T", " 0.5").split())
     flags = set(re.findall(r"`[^`\n]*?(--[a-z0-9-]+)", readme)) - {"--no-deps", "--nproc-per-node"}
-    for parser in (bfcl.parse_arguments, toy_env.parse_arguments):
+    for parser in parsers.values():
         with pytest.raises(SystemExit):
             parser(["--help"])
     known = capsys.readouterr().out
@@ -5391,54 +4571,123 @@ def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
 
 @pytest.fixture(scope="session")
 def readme_code():
-    """The README's pieces of Python: the example and an adapter for tool classes."""
+    """The README's pieces of Python: the example, ToolEnv, Replay, saving, LoRA."""
     return re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:.*was not made with")
-def test_bfcl_the_readmes_example_runs(readme_code, base, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="session")
+def small_agent(tmp_path_factory):
+    """The folder of a small model with its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("agent"), byte_level_tokenizer()
+    tiny_model(384, "llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:no action ended")
+def test_the_readmes_example_runs_on_a_toy_model(readme_code, small_agent, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     example, *_ = readme_code
-    assert len(example.strip().split("\n")) <= 48
-    exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base)), {})
-    printed = capsys.readouterr().out.strip().split("\n")
-    assert [line.startswith("{'loss'") for line in printed[:31]] == [True] * 30 + [False]  # then a rollout
-    assert "[Reward Goal: <|" in "".join(printed[30:])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [("held_out" in line) for line in lines] == ([False] * 4 + [True]) * 2
-    assert all(math.isfinite(line["loss"]) and line["kl"] >= 0 for line in lines)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "adder")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adder")
+    assert len(example.strip().split("\n")) <= 82
+    path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for ours, shorter in ((path, f"{small_agent}"), ("range(25)", "range(2)"), ("(1, 25)", "(7, 9)")):
+        assert ours in example
+        example = example.replace(ours, shorter)
+    exec(example, {})
+    stage_1, first, last, held_out = capsys.readouterr().out.strip().split("\n")
+    assert re.fullmatch(r"stage 1: loss \d+\.\d+, plus \d\.\d\d, times \d\.\d\d", stage_1)
+    assert first.startswith("7 {'reward_high': ") and last.startswith("8 {") and "plus" in held_out
+    trained = AutoModelForCausalLM.from_pretrained("calculator")
+    tokenizer = AutoTokenizer.from_pretrained("calculator")
     assert trained.config.reward_token_ids == tokenizer.convert_tokens_to_ids([HIGH, LOW])
 
 
-def test_the_readmes_adapter_makes_an_env_of_a_tool_class(readme_code):
-    class Counter:
-        """In the style of TRL's environments."""
+def test_the_readmes_env_of_tools_finds_calls_in_prose_and_several_of_them(readme_code):
+    class Desk:
+        total = 0
 
-        def reset(self, **settings):
-            self.total = 0
+        def search(self, number: int) -> str:
+            """Add a number.
 
-        def add(self, number: int) -> str:
-            """Add a number to the total."""
+            Args:
+                number: what is added.
+            """
             self.total += number
             return f"total {self.total}"
+
+        def reply(self) -> str:
+            """Say nothing."""
 
         def _secret(self):
             raise AssertionError("not a tool")
 
-    exec(readme_code[1], scope := {})
-    env = scope["ToolEnv"](Counter(), "Count to five.", lambda counter, answer: float(
-        counter.total == 5 and answer == "five"))
-    system, user = env.reset()
-    assert "add(number: int) -> str: Add a number to the total." in system["content"]
-    assert not re.search("_secret|reset", system["content"]) and user["content"] == "Count to five."
-    calls = ['{"name": "add", "arguments": {"number": 2}}', '{"name": "_secret"}', '{"name": "reset"}',
-             '{"name": "ad', '{"name": "add", "arguments": {"n": 2}}',
-             '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>', "five"]
-    (played,) = rollout([env], [HIGH], scripted_policy(calls, ready_tokenizer()), ready_tokenizer())
-    text = ready_tokenizer().decode(played.ids)
-    assert played.reward == 1 and text.count("error: ") == 4 and "total 2" in text and "total 5" in text
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ tools|tojson if tools }}" + CHATML
+    exec(readme_code[1], scope := {"chat_format": chat_format, "tokenizer": tokenizer, "desk": Desk()})
+    env = scope["ToolEnv"](desk := Desk(), "Count to five.", lambda desk, answer: float(
+        desk.total == 5 and answer == "It is five."))
+    call = '<tool_call>{"name": "search", "arguments": {"number": %d}}</tool_call>'
+    texts = ["I add. " + call % 2 + "\n" + call % 3, '<tool_call>{"name": "_secret"}</tool_call>',
+             '<tool_call>{"na</tool_call>', '<tool_call>{"name": "search"}</tool_call> ', "It is five."]
+    chat = scope["chat"]
+    (t,) = rollout([env], [None], scripted_policy(texts, chat), chat)
+    text = tokenizer.decode(t.ids)
+    assert t.reward == 1 and desk.total == 5 and text.count("error: ") == 3
+    assert '"name": "search"' in text.partition("Count")[0] and "total 2" in text and "total 5" in text
+
+
+def test_the_readmes_replay_makes_stage_1_data_of_a_logged_conversation(readme_code):
+    scope = {name: vars(rcgrpo)[name] for name in ("rollout", "label_by_reward", "scripted_policy")}
+    exec(readme_code[2], scope := {**scope, "tokenizer": TOKENIZER})
+    said = [{"role": "assistant", "content": text} for text in ("look", "it is there")]
+    for R, token in ((1.0, HIGH), (0.0, LOW)):
+        t = scope["logged"]([*user("where?"), said[0], *tool("in the cat"), said[1]], R)
+        conditioned = [*user(f"where?\n\n[Reward Goal: {token}]"), said[0], *tool("in the cat"), said[1]]
+        whole = TOKENIZER.apply_chat_template(conditioned, tokenize=False).rstrip("\n")
+        assert TOKENIZER.decode(t.ids) == whole and t.reward_token == token
+        assert TOKENIZER.decode(t.action_ids) == "look<|im_end|>it is there<|im_end|>"
+
+
+def test_the_readmes_saving_goes_on_bit_for_bit(readme_code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def begin():
+        model = policy_model(384)
+        scope = {"torch": torch, "random": random, "model": model, "optimizer": adamw(model)}
+        exec(readme_code[3], scope)
+        return scope
+
+    def go_on(scope, steps):
+        model, optimizer, ref = scope["model"], scope["optimizer"], policy_model(384)
+        policy = model_policy(model, TOKENIZER, max_new_tokens=3)
+        for _ in range(steps):
+            tasks = random.sample(["the cat", "a mat", "x"], 2)
+            rcgrpo_step(model, ref, optimizer, tasks, lambda task: Echo([], task), policy, TOKENIZER, G=2)
+        return model.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        go_on(whole := begin(), 1)
+        whole["save"](1)
+        expected = go_on(whole, 2)
+        random.seed(9)
+        again = begin()
+        assert again["load"]() == 1
+        ours = go_on(again, 2)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:no action ended")
+def test_the_readmes_lora_trains_through_both_stages(readme_code, small_agent, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(small_agent)
+    add_reward_tokens(tokenizer)
+    data = rollout([Echo()], [HIGH], scripted_policy(["a", "b"], tokenizer), tokenizer)
+    scope = {"path": small_agent, "tokenizer": tokenizer, "data": data, "tasks": ["a"], "make_env": Parity,
+             "torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, **vars(rcgrpo)}
+    exec(readme_code[4].replace("tokenizer)\nrcgrpo", "tokenizer, max_new_tokens=3)\nrcgrpo"), scope)
+    assert AutoModelForCausalLM.from_pretrained("agent").config.reward_token_ids
 
 
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}])

@@ -158,8 +158,7 @@ def pipeline(s, train_env):
         evaluate(run, s, final, train, test, tokenizer)
 
 
-def choose_tasks(s) -> list[list[dict]]:
-    """[train, test]"""
+def choose_tasks(s) -> list[list[dict]]:  # [train, test]
     def length(task):
         return sum(len(tool.text) for tool in task_tools(task).values()), task["id"]
 
@@ -184,13 +183,13 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
     if bad := [t.group for t in data if t.reward != 1]:
         raise SystemExit(f"experts of {bad} do not score 1: is bfcl-eval {BFCL_VERSION} unchanged?")
     if s.init == "rctp":
-        data += make_failures(run, s, fitting, tokenizer)
+        data += make_failures(s, fitting, tokenizer)
     data = sorted(from_all(data), key=lambda t: (t.group, t.reward_token or ""))
     if not data:
         raise SystemExit(f"no training task fits into --max-tokens {s.max_tokens}: raise it")
     good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
-    run.say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
-            f"longer than --max-tokens: {len(train) - good} tasks")
+    say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
+        f"longer than --max-tokens: {len(train) - good} tasks")
     write_whole(file, "[" + ",\n".join(json.dumps(vars(t)) for t in data) + "]\n")
     return data
 
@@ -201,15 +200,15 @@ def play_script(task: dict, texts: list[str], reward_token, tokenizer) -> Trajec
     return rollout([env], [reward_token], policy, tokenizer, [task["id"]], **no_limits)[0]
 
 
-def make_failures(run: Run, s, tasks: list[dict], tokenizer) -> list[Trajectory]:
+def make_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
     """One failure, R = 0, for each task: a rollout of the base model, or else a corrupted expert."""
     sampled = sample_failures(s, tasks, tokenizer) if s.failures == "rollout" and tasks else []
     failed = {t.group for t in sampled}
     rest = [task for task in tasks if task["id"] not in failed]
     corrupted = [corrupt_expert(task, s, tokenizer)
                  for task in tqdm(rest, "corrupted experts", disable=RANK > 0)]
-    run.say(f"failures: {total(len(sampled))} rollouts of the base model, "
-            f"{total(len(corrupted))} corrupted experts")
+    say(f"failures: {total(len(sampled))} rollouts of the base model, "
+        f"{total(len(corrupted))} corrupted experts")
     return sampled + corrupted
 
 
@@ -227,7 +226,7 @@ def corrupt_expert(task: dict, s, tokenizer) -> Trajectory:
     rng = random.Random(f"{s.seed} {task['id']}")
     for _ in range(100):
         t = play_script(task, corrupt_turns(task, rng), LOW, tokenizer)
-        if t.reward == 0 and any(t.mask) and len(t.ids) <= s.max_tokens:
+        if t.reward == 0 and len(t.ids) <= s.max_tokens:
             return t
     raise SystemExit(f"100 corruptions of {task['id']} all scored 1, or exceed --max-tokens")
 
@@ -249,8 +248,7 @@ def train_stage1(run: Run, s, data: list[Trajectory], tokenizer):
     """RCTP, or SFT where no trajectory has a reward token: from --model to the folder "stage1"."""
     model = shard(load_model(s.model, tokenizer), s.offload)
     optimizer = torch.optim.AdamW(model.parameters(), s.stage1_lr, weight_decay=0)
-    steps = math.ceil(len(data) / s.stage1_batch) * s.epochs
-    for step in run.steps("stage1", steps, model, optimizer):
+    for step in run.steps("stage1", math.ceil(len(data) / s.stage1_batch) * s.epochs, model, optimizer):
         trajectories = share(data, s.stage1_batch, step, s.seed, "stage1")
         metrics = rctp_step(model, optimizer, trajectories, **s.step_limits)
         run.log("stage1", step, metrics)
@@ -290,6 +288,7 @@ def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], 
 # ===== 5. Evaluation ========================================================================================
 def evaluate(run: Run, s, folder: Path, train: list[dict], test: list[dict], tokenizer):
     """Greedy rollouts of all test tasks under the reward tokens that eval.json lacks; a table of all."""
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # training is over
     made = read_origin(s.model) if s.init == s.rl == "none" else {}  # a model trained by another run
     init, rl, results = made.get("--init", s.init), made.get("--rl", s.rl), {}
     if (file := run.folder / "eval.json").exists():
@@ -302,20 +301,19 @@ def evaluate(run: Run, s, folder: Path, train: list[dict], test: list[dict], tok
     for name in missing:
         with rollout_bar(f"evaluation, {name}", len(mine(test))) as progress:
             played = from_all(play_tasks(s, mine(test), policy, tokenizer, name, progress))
-        results[name] = tally(played)
-        lines = json_lines(run.folder / "trajectories.jsonl", "reward_token")
-        lines = [line for line in lines if line["reward_token"] != name] + played
+        before = json_lines(run.folder / "trajectories.jsonl", "reward_token")
+        lines = [line for line in before if line["reward_token"] in results] + played
         write_whole(run.folder / "trajectories.jsonl", "".join(map(json_line, lines)))
+        results[name] = tally(played)
         write_whole(file, json.dumps(report, indent=1) + "\n")
-    run.say("\n" + table(report))
+    say("\n" + table(report))
 
 
 def play_tasks(s, tasks: list[dict], policy, tokenizer, name: str, progress=None) -> list[dict]:
     """What comes out under the reward token of this name, ready for JSON."""
     envs = [BFCLEnv(task) if s.protocol == "combined" else LeaderboardEnv(task) for task in tasks]
-    reward_tokens = [REWARD_TOKENS[name]] * len(tasks)
-    limits = {**s.rollout_limits, "progress": progress}
-    played = rollout(envs, reward_tokens, policy, tokenizer, **limits) if tasks else []
+    tokens = [REWARD_TOKENS[name]] * len(tasks)
+    played = rollout(envs, tokens, policy, tokenizer, progress=progress, **s.rollout_limits) if tasks else []
     lines = []
     for task, env, t in zip(tasks, envs, played, strict=True):
         reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
@@ -950,14 +948,14 @@ RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 COMPUTE_DTYPE = torch.bfloat16 if CUDA else torch.float32
+say = tqdm.write if RANK == 0 else lambda text: None
 
 
 @contextmanager
 def process_group():
-    """The processes that torchrun started, or this one alone, a group of one that takes the same path.
-
-    If one of several fails it ends at once, and torchrun ends the others. Tearing the group down would wait
-    for them, and they may be waiting for this one."""
+    """The processes that torchrun started, or this one alone, a group of one that takes the same path. If one
+    of several fails it ends at once, and torchrun ends the others: tearing the group down would wait for
+    them, and they may be waiting for this one."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if SIZE == 1 else {}
@@ -1124,11 +1122,10 @@ class ContinuousPolicy:
             page_size=self.PAGE,
             num_blocks=math.ceil(self.cache_tokens / self.PAGE),  # the default is 90 % of the free memory
             max_batch_tokens=min(max(sum(map(len, prompts)), self.PAGE), 2048),  # a mask: this x cache
+            use_cuda_graph=(False, True) if has_flash() else None,  # prompts come in too many shapes
             disable_nccl_graph_mixing=False,  # for tensor parallelism; it would set an environment variable
             seed=0,  # else it draws one
         )
-        if self.model.device.type == "cuda" and has_flash():
-            config.use_cuda_graph = False, True  # in decoding alone: batches of prompts have too many shapes
         hints = WorkloadHints(self.max_tokens, self.generation.max_new_tokens, len(prompts))
         manager = self.model.init_continuous_batching(self.generation, config, hints)
         manager.start()
@@ -1200,16 +1197,13 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 LOGS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
-SHOWN = ("loss", "reward", "reward_high", "reward_low", "sigma", "zero_std", "entropy", "kl", "grad_norm",
-         "truncated", "test_success", "rollout_seconds", "update_seconds")
+SHOWN = "loss reward reward_high reward_low sigma zero_std entropy kl grad_norm truncated test_success"
 
 
 class Run:
     """What is in --out: config.json, data.json, LOGS, checkpoints/, stage1/, model/, eval.json,
-    trajectories.jsonl; and tensorboard/, if that is installed.
-
-    A folder belongs to one set of settings, and to one run at a time, which has locked it: however a process
-    ends, the kernel then unlocks it."""
+    trajectories.jsonl; and tensorboard/, if that is installed. A folder belongs to one set of settings, and
+    to one run at a time, which has locked it: however a process ends, the kernel then unlocks it."""
 
     def __init__(self, s):
         self.folder, self.checkpoint_every, self.board = Path(s.out), s.checkpoint_every, None
@@ -1231,10 +1225,6 @@ class Run:
             shutil.rmtree(part) if part.is_dir() else part.unlink()
         write_whole(file, json.dumps(self.settings, indent=1) + "\n")
 
-    def say(self, text: str):
-        if RANK == 0:
-            tqdm.write(text)
-
     def steps(self, stage: str, steps: int, model, optimizer):
         """The steps that are left to do, with a progress bar; checkpoints in between."""
         done = self.load_checkpoint(stage, model, optimizer)
@@ -1242,9 +1232,11 @@ class Run:
             lines = json_lines(self.folder / name, "stage", "step")
             kept = [line for line in lines if (line["stage"], line["step"]) < (stage, done)]
             write_whole(self.folder / name, "".join(map(json_line, kept)))
-        with suppress(ImportError):  # and their points
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(str(self.folder / "tensorboard" / stage), purge_step=done)
+        if RANK == 0:
+            with suppress(ImportError):  # and their points
+                from torch.utils.tensorboard import SummaryWriter
+                folder = self.folder / "tensorboard" / stage
+                self.board = SummaryWriter(str(folder), purge_step=done, flush_secs=1)
         self.bar = tqdm(range(done, steps), stage, initial=done, total=steps, disable=RANK > 0)
         for step in self.bar:
             yield step
@@ -1256,15 +1248,15 @@ class Run:
         rollout to be read in samples.jsonl. Three steps in a row without a finite gradient end the run."""
         if RANK > 0:
             return
-        shown = [f"{name} {metrics[name]:.3g}" for name in SHOWN if metrics.get(name) is not None]
-        self.say(f"{stage} {step + 1}/{self.bar.total}  {'  '.join(shown)}")
+        shown = [f"{name} {metrics[name]:.3g}" for name in SHOWN.split() if metrics.get(name) is not None]
+        say(f"{stage} {step + 1}/{self.bar.total}  {'  '.join(shown)}")
         clock = {name: value for name, value in metrics.items() if name.endswith("_seconds")}
         numbers = {name: value for name, value in metrics.items() if name not in clock}
         for name, values in zip(LOGS, (numbers, clock, sample), strict=True):
             with open(self.folder / name, "a") as lines:
                 lines.write(json_line({"stage": stage, "step": step, **values}) if values else "")
-        for name, value in metrics.items():
-            if self.board and value is not None:
+        for name, value in metrics.items() if self.board else ():
+            if value is not None:
                 self.board.add_scalar(name, value, step)
         last = json_lines(self.folder / "metrics.jsonl", "skipped")[-3:] if metrics["skipped"] else []
         if sum(line["skipped"] > 0 for line in last) == 3:
@@ -1273,7 +1265,7 @@ class Run:
     def save_checkpoint(self, name: str, model, optimizer):
         """Every process writes its shards. Then the checkpoint before it goes."""
         state = dict(enumerate(get_state_dict(model, optimizer)))
-        before = list(self.folder.glob("checkpoints/*"))
+        before = list(self.folder.glob("checkpoints/stage*"))
         write_whole(self.folder / "checkpoints" / name, lambda part: checkpoint.save(
             state, checkpoint_id=part), by_all=True)
         for old in before if RANK == 0 else ():
@@ -1290,7 +1282,7 @@ class Run:
         return int(folders[-1].name.rpartition("-")[2])
 
     def finish(self, folder: str, plain, tokenizer):
-        """Save a stage's model with the settings that made it. Its checkpoints go, and results of another."""
+        """Save a stage's model with the settings that made it. Results of another one go."""
         made = {**self.settings, "--rl": "none"} if folder == "stage1" else self.settings
 
         def write(part: Path):
@@ -1301,8 +1293,6 @@ class Run:
         if RANK == 0:
             (self.folder / "eval.json").unlink(missing_ok=True)
         write_whole(self.folder / folder, write)
-        if RANK == 0:
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
 
 
 def write_whole(path: Path, content, by_all: bool = False):
@@ -1328,7 +1318,8 @@ def json_lines(path: Path, *names) -> list[dict]:
     """The objects in a file, one in each line, with these names. A last line without its end, as a kill
     leaves it, does not count."""
     values = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1] if path.exists() else (), 1):
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, 1):
         with one_line(f"{path}, line {number}, is damaged: delete it"):
             values.append(json.loads(line))
             [values[-1][name] for name in names]
@@ -1366,20 +1357,21 @@ def plan(s, train: list[dict], test: list[dict], tokenizer):
 
 
 def held(s, model) -> dict[str, int]:
-    """Bytes by name."""
+    """Bytes by name, of the first of the processes."""
     whole = sum(p.numel() for p in model.parameters())
+    named = sum(x.numel() for x in model.state_dict().values())  # tied weights have two names
     share = sum(math.ceil(len(p) / SIZE) * p[0].numel() for p in model.parameters())  # as FSDP2 cuts them
     config, place = model.config, "in the host's memory" if s.offload else "on each GPU"
-    parts = {f"{place}: fp32 weights": 4 * share, f"{place}: their gradients": 4 * share,
-             f"{place}: AdamW's moments": 8 * share}
-    if s.rl != "none":
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 2  # keys, values, bf16
-        tokens = 3 * s.rollout_tokens if is_continuous(s, gpu=True) else s.rollout_tokens
-        parts |= {"on each GPU: the model that rolls out, bf16": 2 * whole,
-                  "on each GPU: pi_ref, bf16": 2 * share if s.beta else 0,
-                  "on each GPU: the sampler's cache, at most": tokens * token}
-    return {**parts, "on the disk: two checkpoints and two models": 2 * 12 * whole + 2 * 2 * whole}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 2  # keys, values, bf16
+    tokens = 3 * s.rollout_tokens if is_continuous(s, gpu=True) else s.rollout_tokens
+    return {f"{place}: fp32 weights": 4 * share,
+            f"{place}: their gradients": 4 * share,
+            f"{place}: AdamW's moments": 8 * share,
+            "on each GPU: the model that rolls out, bf16": 2 * whole,
+            "on each GPU: pi_ref, bf16": 2 * share if s.beta and s.rl != "none" else 0,
+            "on each GPU: the sampler's cache, at most": tokens * token,
+            "on the disk: two checkpoints and two models": 2 * (4 * named + 8 * whole) + 2 * 2 * whole}
 
 
 # ===== 17. A tiny run, and the command line =================================================================
@@ -1435,8 +1427,7 @@ def main(argv=None):
             elif RANK == 0:
                 plan(s, *choose_tasks(s), check_everything(s))
         except (torch.OutOfMemoryError, MemoryError):
-            print("Out of memory: in an update lower --tokens-per-pass, in rollouts --rollout-tokens, or "
-                  "take --offload or more GPUs; the same run goes on with them", file=sys.stderr)
+            print("Out of memory: lower --tokens-per-pass or --rollout-tokens, or --offload", file=sys.stderr)
             raise
 
 
