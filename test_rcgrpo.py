@@ -1117,28 +1117,31 @@ def assert_same(ours, expected):
         assert (ours[1][name] - gradient).abs().max() <= 2e-5 * max(1.0, gradient.abs().max()), name
 
 
-class PolicyThatChecks(ModelPolicy):
-    """Its logits are, after each token that it reads, those of a plain pass over the row."""
+class WatchedPolicy(ModelPolicy):
+    """It notes what it has read of each row, and the logits that followed."""
 
     def _feed(self, new):
         logits = super()._feed(new)
-        for row in [row for row, ids in enumerate(new) if ids]:
-            with torch.no_grad():
-                expected = self.model(torch.tensor([self.read[row]]), use_cache=False).logits[0, -1]
-            assert (logits[row] - expected).abs().max() < 1e-4 * max(1, expected.abs().max())
+        self.noted = getattr(self, "noted", [])
+        self.noted += [noted for *noted, ids in zip(self.read, logits, new) if ids]
         return logits
 
 
-def score_and_sample(model):
-    """Both are as the definition has them. Returns the rows of each pass of scoring, and of sampling."""
+def passes_of_scoring_if_all_is_right(model):
+    """How many passes scoring takes. It and sampling, over two turns, are as plain passes have them."""
     expected, fed = with_gradients(model, plain_scores(model, ROWS)[0]), feeds(model)
     assert_same(with_gradients(model, action_logprobs(model.train(), ROWS)), expected)
-    passes = [rows for rows, _ in fed]
+    passes = len(fed)
     model.train()  # noise would be seen
-    policy = PolicyThatChecks(model, STOPS, 0.7, 3, torch.Generator().manual_seed(0))
-    fed.clear()
-    converse(policy, [[7, 8], [5] * 11, PROMPT + PROMPT], [1, 2, 2])
-    return passes, [rows for rows, _ in fed][::2]  # each is checked by as many plain passes, of one row
+    policy = WatchedPolicy(model, STOPS, 0.7, 3, torch.Generator().manual_seed(0))
+    ended = converse(policy, [[7, 8], [5] * 11, PROMPT + PROMPT], [1, 2, 2])
+    with torch.no_grad():
+        plain = [model(torch.tensor([row]), use_cache=False).logits[0] for row in ended]
+    for read, logits in policy.noted:
+        (row,) = [n for n, row in enumerate(ended) if row[: len(read)] == read]
+        assert (logits - plain[row][len(read) - 1]).abs().max() < 1e-4 * max(1, logits.abs().max())
+    assert len(policy.noted) > 6
+    return passes
 
 
 def test_importing_the_file_changes_nothing_in_the_process():
@@ -1160,20 +1163,19 @@ def test_importing_the_file_changes_nothing_in_the_process():
 def test_a_listed_type_is_scored_and_sampled_as_its_plain_forward_pass(kind):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        passes, _ = score_and_sample(tiny(kind, **OF_TYPE.get(kind, {})))
+        passes = passes_of_scoring_if_all_is_right(tiny(kind, **OF_TYPE.get(kind, {})))
     slow = [warning for warning in warned if "rows are computed one by one" in str(warning.message)]
     if kind in rcgrpo.PACKED:
-        assert len(passes) == 1 and not slow
+        assert passes == 1 and not slow
     else:
-        assert len(passes) == len(ROWS) and len(slow) == 1
+        assert passes == len(ROWS) and len(slow) == 1
 
 
 @pytest.mark.filterwarnings("ignore:rows are computed one by one")
 @pytest.mark.parametrize("kind, settings", OTHERS)
 def test_other_types_and_settings_are_right_row_by_row(kind, settings):
     rcgrpo.register_attention()  # which all types of the process go through from then on
-    passes, _ = score_and_sample(tiny(kind, **settings))
-    assert len(passes) >= len(ROWS)
+    assert passes_of_scoring_if_all_is_right(tiny(kind, **settings)) >= len(ROWS)
 
 
 @pytest.mark.parametrize("kind, settings", [
@@ -1600,9 +1602,9 @@ def test_a_step_of_stage_2_on_a_type_that_is_sampled_in_batches(kind):
     add_reward_tokens(TOKENIZER, start)
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     sampler = ModelPolicy(model, {END}, 1.0, 3, torch.Generator().manual_seed(0))
+    envs = iter([Echo(["b"], "a", value) for value in (1.0, 0.0)])
     metrics, rollouts = rcgrpo_step(
-        model, reference, sgd(model), ["the cat", "a mat"], Parity, policy, TOKENIZER, G=6,
-        generator=torch.Generator().manual_seed(0))
+        model, reference, sgd(model), ["a"], lambda task: next(envs), policy, TOKENIZER, G=2)
     expected, straight = straight_update(start, reference, rollouts)
     assert_close(metrics, straight)
     assert_moved_alike(start, model, expected)
