@@ -560,6 +560,7 @@ def test_limits_are_exact_to_the_token_and_the_turn():
     assert truncated(Echo(["x"]), answered) == (True, 4)  # the answer leaves no room; room for a token
     assert truncated(Echo(["x"]), answered + 1) == (True, 5)
     assert truncated(Echo(["x"]), max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
+    assert truncated(Echo(["x"] * 9), max_turns=2) == (True, 8)  # still talking
     policy.max_tokens = prompt + 3  # what the model's context allows
     assert truncated(Echo([]), policy=policy) == (True, 3)
 
