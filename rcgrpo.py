@@ -1363,10 +1363,9 @@ def add_reward_tokens(tokenizer, model=None):
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
-    others = [row for row in range(min(known, rows_before)) if row not in ids]
     for weight in matrices.values():  # one matrix if tied, two if not
         weight.data[rows_before:] = 0  # padding; the library draws these rows, differently in every process
-        _init_reward_rows(weight, ids, weight[others])
+        _init_reward_rows(weight, ids, weight[: min(known, rows_before)])
     model.config.reward_token_ids = ids  # saved with the model: the rows are trained from now on
     return tuple(ids)
 
