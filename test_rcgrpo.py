@@ -2350,14 +2350,6 @@ def benchmark():
 # ===== toy_env.py =====
 
 
-def noting(note, function):
-    """The function, whose arguments are noted first."""
-    def noted(*args, **kwargs):
-        note(*args, **kwargs)
-        return function(*args, **kwargs)
-    return noted
-
-
 def brought_large(task):
     return {step[1] for step in task["steps"] if step[0] == "bring"} & set(task["large"])
 
@@ -2413,15 +2405,14 @@ def weight(model):
 
 
 def record_toy(out, *flags, arms=("sft+grpo", "rctp+rc-grpo+hindsight")):
-    """What a run of these arms gives to the functions of rcgrpo: {what: [(arm or stage, value), ...]}.
-
-    The steps are stand-ins that add 1 to a weight of the model: so it can be seen which model was used when.
-    """
+    """What a run of these arms gives to the functions of rcgrpo: {what, and " 1" in stage 1: [(arm, value)]}.
+    The steps are stand-ins that add 1 to a weight of the model: it shows which model was used when."""
     args, seen, part = toy_env.parse_arguments([*TINY_TOY, *flags, "--out", str(out)])[0], {}, [None]
     real = rcgrpo.rollout
 
     def note(**values):
         for what, value in values.items():
+            what += "" if part[0] in toy_env.ARMS else " 1"
             seen.setdefault(what, []).append((part[0], value))
 
     def trained(model, optimizer):
@@ -2486,19 +2477,16 @@ def test_toy_every_arm_has_its_own_reward_tokens_at_the_rollouts_and_at_the_test
     assert {arm: set(given) for arm, given in of_arms(toy_record, "p").items()} == {
         "sft+grpo": {None}, "sft+rc-grpo": {0.5}, "rctp+grpo": {1.0}, "rctp+rc-grpo": {0.5},
         "rctp+rc-grpo+hindsight": {0.5}, "rctp+grpo+hindsight": {1.0}}
-    labels = {init: set().union(*(value for part, value in toy_record["labels"] if part == init))
+    labels = {init: set().union(*(value for part, value in toy_record["labels 1"] if part == init))
               for init in ("sft", "rctp")}
     assert labels == {"sft": {None}, "rctp": {HIGH, LOW}}
     for arm, tests in of_arms(toy_record, "test").items():  # greedy, after 0, 10 and 11 updates of 1, tuned 3
         own = {None} if arm == "sft+grpo" else {HIGH}
         assert tests == [(0, 2, own, 3.0 + n, {"max_turns": 8}) for n in (0, 10, 11)]
         assert of_arms(toy_record, "weights")[arm] == [(3.0 + n, 3.0) for n in range(11)]  # theta and pi_ref
-
-
-def test_toy_rollouts_are_sampled_by_the_trained_model_at_temperature_one_half(toy_record):
-    assert {value for _, value in toy_record["sampled"]} == {(0.5, 2, True)}
+    assert {value for _, value in toy_record["sampled"]} == {(0.5, 2, True)}  # by theta, at temperature 1/2
     assert all(len({*seeds}) == 2 for _, seeds in toy_record["seeds"])  # of reward tokens and of draws
-    assert {decay for _, decay in toy_record["decay"]} == {0}
+    assert {decay for _, decay in toy_record["decay"] + toy_record["decay 1"]} == {0}
 
 
 def test_toy_hindsight_learns_each_steps_rollouts_after_it_and_in_its_arms_alone(toy_record):
@@ -2508,27 +2496,21 @@ def test_toy_hindsight_learns_each_steps_rollouts_after_it_and_in_its_arms_alone
     assert len({rollouts[0] for _, (rollouts, *_) in toy_record["hindsight"]}) == 22
 
 
-def test_toy_one_item_is_large_in_half_of_the_tasks_but_in_no_demonstration(toy_record):
-    args, _ = toy_env.parse_arguments(TINY_TOY)
-    demonstrated, test, _ = toy_env.draw_tasks(args, 0)
-    drawn = [task for _, tasks in toy_record["tasks"] for task in tasks]
-    assert all(tasks == test for _, tasks in toy_record["tested"])
+def test_toy_held_out_tasks_are_held_out_and_half_of_them_have_a_large_item_as_no_demonstration_has(tmp_path):
+    flags = "--seed 3 --steps 80 --demonstrations 600 --test-tasks 200 --tasks-per-step 8".split()
+    record = record_toy(tmp_path, *flags, arms=["sft+grpo"])
+    drawn = [task for _, tasks in record["tasks"] for task in tasks]
+    demonstrated, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(["--seed", "3"])[0], 3)
+    assert all(tasks == test for _, tasks in record["tested"]) and (len(drawn), len(test)) == (640, 200)
+    assert not set(map(str, drawn)) & set(map(str, demonstrated + test))
     shares = [len(list(filter(brought_large, tasks))) / len(tasks) for tasks in (demonstrated, test, drawn)]
     assert shares == [0, 0.5, 0.5]
 
 
-def test_toy_held_out_tasks_are_held_out(tmp_path):
-    flags = "--seed 3 --steps 80 --demonstrations 600 --test-tasks 200 --tasks-per-step 8".split()
-    record = record_toy(tmp_path, *flags, arms=["sft+grpo"])
-    drawn = [str(task) for _, tasks in record["tasks"] for task in tasks]
-    demonstrated, test, _ = toy_env.draw_tasks(toy_env.parse_arguments(["--seed", "3"])[0], 3)
-    assert len(drawn) == 640 and not set(drawn) & set(map(str, demonstrated + test))
-
-
 @pytest.mark.parametrize("flags, changed", [
-    ("--beta 0.07", "beta"), ("--lr 0.007", "lr"), ("--stage1-lr 0.007", "lr"), ("--p-high 0.3", "p"),
+    ("--beta 0.07", "beta"), ("--lr 0.007", "lr"), ("--stage1-lr 0.007", "lr 1"), ("--p-high 0.3", "p"),
     ("--stratified", "stratified"), ("--ratio trajectory", "ratio"), ("--group-size 4", "G"),
-    ("--batch 4", "batch"), ("--tokens-per-pass 99", "tokens_per_pass, hindsight"),
+    ("--batch 4", "batch 1"), ("--tokens-per-pass 99", "tokens_per_pass, tokens_per_pass 1, hindsight"),
     ("--temperature 0.7", "sampled"), ("--max-new-tokens 9", "sampled, test"),
     ("--tasks-per-step 3", "tasks"), ("--demonstrations 7", "tested"), ("--test-tasks 6", "tested"),
     ("--seed 1", "tasks, tested, seeds"),
@@ -2536,7 +2518,7 @@ def test_toy_held_out_tasks_are_held_out(tmp_path):
 def test_toy_a_flag_arrives_where_it_should_and_nowhere_else(flags, changed, toy_pair, tmp_path):
     before, after = (dict(record) for record in (toy_pair, record_toy(tmp_path, *flags.split())))
     for record in (before, after):  # by chance: labels of a batch
-        record.pop("labels")
+        record.pop("labels 1")
     differ = {what for what in before if "lines" not in what and before[what] != after[what]}
     assert differ == set(changed.split(", "))
 
@@ -2570,16 +2552,16 @@ def test_toy_gives_the_same_in_one_process_and_two_and_writes_and_shows_it(tmp_p
         assert len(re.findall(rf"^ *{re.escape(arm)} ", table, re.M)) == 3  # the table and two curves
 
 
+def stand_in_that_fails(args, seed, init):
+    return 1 / 0 if init == "sft" else time.sleep(60)
+
+
 def test_toy_an_error_in_a_process_ends_them_all(tmp_path, monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("fork"))
     monkeypatch.setattr(toy_env, "fine_tune", stand_in_that_fails)
     with pytest.raises(ZeroDivisionError):
         toy_env.main([*TINY_TOY, "--jobs", "2", "--out", str(tmp_path)])
     assert not multiprocessing.active_children()
-
-
-def stand_in_that_fails(args, seed, init):
-    return 1 / 0 if init == "sft" else time.sleep(60)
 
 
 def test_toy_ctrl_c_ends_it_in_one_line_and_leaves_what_was_measured(tmp_path):
@@ -2616,11 +2598,10 @@ def test_toy_refuses_in_one_line_and_writes_nothing(flags, words, tmp_path, monk
     assert os.listdir(tmp_path) == ["file"]
 
 
-def exact_p(ways, k):
-    return sum(way for way in ways.values() if way <= ways[k]) / sum(ways.values())
+def test_toy_arms_are_compared_by_exact_tests_as_are_the_papers_differences():
+    def exact_p(ways, k):
+        return sum(way for way in ways.values() if way <= ways[k]) / sum(ways.values())
 
-
-def test_toy_arms_are_compared_by_exact_tests():
     old = {"success_mean": [0.5, 0.6, 0.7, 0.8], "success_solved": [0, 0, 0, 1]}
     new = {"success_mean": [0.6, 0.7, 0.8, 0.8], "success_solved": [1, 1, 1, 1]}
     sentence = toy_env.compare({"a": new, "b": old}, "a", "b")
@@ -2634,14 +2615,10 @@ def test_toy_arms_are_compared_by_exact_tests():
              "b": {name: values * 4 for name, values in old.items()}}
     assert toy_env.compare(clear, "a", "b").count("A is ahead") == 2
     assert toy_env.compare(clear, "b", "a").count("A is ahead") == 2
-
-
-def test_toy_tests_say_that_the_papers_differences_may_be_chance():
-    def of_80(solved):
-        return {"success_mean": [0.5] * 80, "success_solved": [n < solved for n in range(80)]}
-
-    assert "Fisher's exact test, p = 0.12:" in toy_env.compare({"a": of_80(68), "b": of_80(59)}, "a", "b")
-    assert "Fisher's exact test, p = 0.87:" in toy_env.compare({"a": of_80(37), "b": of_80(39)}, "a", "b")
+    paper = {arm: {"success_mean": [0.5] * 80, "success_solved": [n < solved for n in range(80)]}
+             for arm, solved in {"c": 59, "d": 68, "e": 37, "f": 39}.items()}
+    for a, b, p in (("c", "d", 0.12), ("e", "f", 0.87)):
+        assert f"Fisher's exact test, p = {p}: the two cannot" in toy_env.compare(paper, a, b)
 
 
 @pytest.mark.parametrize("changed, words", [
@@ -2651,8 +2628,8 @@ def test_toy_tests_say_that_the_papers_differences_may_be_chance():
 ])
 def test_toy_closing_sentences_follow_the_numbers(changed, words):
     numbers = {"success_before": 0.5, "success_after": 0.5, "zero_std_first": 0.9, **changed}
-    arms = {"sft+grpo": {name: [value] * 2 for name, value in numbers.items()}}
-    assert words in "\n".join(toy_env.closing_sentences(arms))
+    sentences = toy_env.closing_sentences({"sft+grpo": {name: [n] * 2 for name, n in numbers.items()}})
+    assert words in "\n".join(sentences)
 
 
 def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeypatch, capsys):
@@ -2669,6 +2646,40 @@ def test_toy_the_group_shown_is_that_of_the_first_task_with_a_large_item(monkeyp
     assert counted.strip() == "(sigma_g = 0 in 2 of 3 groups of such tasks)"
     good, bad = "  high  R = 1  A =  1.41  find cup | done", "  high  R = 0  A = -0.71  find cup | done"
     assert rows == [good, bad, bad]
+
+
+def test_toy_the_report_shows_the_numbers_of_the_runs(capsys):
+    def line(seed, n):  # three seeds; success is measured at the first and at the last step
+        success = {"success": {0: 0.4, 19: 1.0}[n] - seed / 10} if n in (0, 19) else {}
+        return {"sigma": n / 40, "zero_std": n / 10, "sigma2": 0, "sigma2_floor": 0,
+                "reward_high_minus_low": n if n % 10 else None, **success}
+
+    runs = {"rctp+rc-grpo": [[line(seed, n) for n in range(20)] for seed in range(3)]}
+    toy_env.report(runs, toy_env.summarise(runs))
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.split("\n")]
+    assert "rctp+rc-grpo high 0.30 -> 0.90 0.60 1 of 3 0.01 -> 0.46 0.05 -> 1.85 1.00 -> 19.00" in shown
+    assert "rctp+rc-grpo | ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▆▇▇█|" in shown and "rctp+rc-grpo |▂▇|" in shown
+
+
+def test_toy_the_picture_shows_flat_groups_by_temperature_and_success_in_the_first_run(tmp_path, monkeypatch):
+    figure, saved = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: saved.append((self, path)))
+    folders = [tmp_path / "half", tmp_path / "one", tmp_path / "low"]
+    for folder, T in zip(folders, (0.5, 1.0, 0.3)):
+        folder.mkdir()
+        numbers = {"settings": {"temperature": T},
+                   "arms": dict.fromkeys(toy_env.ARMS, {"zero_std_first": [T - 0.1, T + 0.1]})}
+        (folder / "summary.json").write_text(json.dumps(numbers))
+        lines = [{"arm": arm, "step": step, "success": seed * step / 30 * T}
+                 for seed in range(3) for arm in toy_env.ARMS for step in (0, 10)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"arm": "sft", "step": 3}, *lines])))
+    toy_env.main(["--out", str(tmp_path), "--plot", *map(str, folders)])
+    ((shown, path),) = saved
+    left, right = ([line.get_xydata().tolist() for line in axis.lines] for axis in shown.axes)
+    assert left == [[[0.3, 0.3], [0.5, 0.5], [1.0, 1.0]]] * 4 and path == tmp_path / "toy.png"
+    assert right == [[[0, 0], [10, pytest.approx(0.5 / 3)]]] * 5
+    for band in shown.axes[1].collections:  # between the quartiles
+        assert {y.round(6) for y in band.get_paths()[0].vertices[:, 1]} == {0, 0.083333, 0.25}
 
 
 def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
