@@ -3548,6 +3548,7 @@ def in_depth(n):
     # thoughts do not run
     (f"<think>{block('rm')} {block('a')}{{</think>\n{block('ls')}<think>{block('b')}</think>", [("ls", {})]),
     (f"<think>a <tool_call> is what I\nneed, \"</think>{block('ls')}", [("ls", {})]),
+    (f"{block('ls')}<think>\n{block('rm')}</think>{block()}", [("ls", {}), ("f", {})]),
     (f"{block('ls')}<think>{block('rm')}", [("ls", {})]),  # it never ends
     (f"I could {block('rm')}.</think>{block('ls')}", [("ls", {})]),  # the prompt has opened it
     (f"a <tool_call> is what I need</think>{block('ls')}", [("ls", {})]),
@@ -3681,7 +3682,7 @@ def spoilt(kind: int, task: dict, rng: random.Random, protocol: str) -> list[str
         return bfcl.corrupt_turns(task, rng, protocol)
     plan = bfcl.gold_turns(task)
     turn = rng.choice([calls for calls in plan if calls])
-    extra = ("touch", {"file_name": "x"}) if rng.random() < 0.7 else ("setHeadlights", {"mode": "on"})
+    extra = rng.choice([("touch", {"file_name": "x"}), ("setHeadlights", {"mode": "on"})])
     plan[0][:0] = [turn[0]] if kind == 1 else []  # too early, as well
     unknown = ("no_such_tool", {"a": 1})
     turn[:] = {2: turn[::-1], 3: [], 4: [*turn, extra], 5: [unknown, *turn]}.get(kind, turn)
@@ -3944,6 +3945,12 @@ def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit(protocol
     assert env.reason == "step limit reached" or protocol == "turns"
 
 
+def test_bfcl_each_turn_has_steps_of_its_own():
+    texts = expert_turns(task_of("base_0"), "turns")
+    assert play("base_0", [each for text in texts for each in (
+        [text, *[say(("pwd", {}))] * 15] if parse_tool_calls(text) else [text])], "turns").reward() == 1
+
+
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
 def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
     rng, rewards, kinds = random.Random(0), [], set()
@@ -3958,6 +3965,9 @@ def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
         (one, given), (other, got) = right[at], [*wrong, ("", {})][at]
         same = sum(given.get(key) == value for key, value in got.items())
         kinds.add((min(2, len(right) - len(wrong)) or (one == other, len(given) - same, len(got) - same)))
+        alike = {name: len(tool.signature.parameters.keys() & given.keys())
+                 for name, tool in bfcl.task_tools(task).items() if name != one}
+        assert len(wrong) < len(right) or other == one or alike[other] == max(alike.values())
     assert rewards.count(0) > 36 and kinds == {1, 2, (False, 0, 0), (True, 1, 1), (True, 1, 0)}
 
 
