@@ -17,11 +17,11 @@ mu_high, mu_low mean R by token; p = P(high). Three policies: pi_theta is traine
 sampled, pi_ref is frozen. Shapes: N trajectories (n in a pass), T action tokens (at most).
 
 Where this file departs from the paper, or fills in what it leaves open:
-  1. rho is one ratio per token, and the loss a mean over all action tokens, as in the authors' framework.
+  1. rho is one ratio per token, and the loss a mean over all action tokens, as in verl, the authors' tool.
      GRPO itself divides each rollout by its own length, which makes a token of a long rollout count less.
      ratio="trajectory" is eq. 7 as printed, one product per rollout, which soon leaves the clip range.
   2. KL is estimated per token and averaged over tokens, under either ratio. The paper names no estimator.
-  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts equally many high ones into each group.
+  3. Reward tokens are drawn i.i.d. as in eq. 3; stratified=True puts equally many high ones into every group.
   4. Trajectories are token in, token out: what the model sampled is never decoded and encoded again.
   5. Log-probs are without dropout and router noise; a group's shared prompt is computed once, exactly.
   6. Sums are divided by the counts of the whole batch, so that cutting it into passes does not change the
@@ -46,7 +46,7 @@ import torch
 
 # ===== 1. Reward tokens (eq. 1):   r = <|high_reward|> if R = 1,   <|low_reward|> if R = 0 ==================
 # So the data of stage 1 is labelled. In stage 2 it is the other way round: r is drawn, then R is earned. (A
-# third level is a third token here, in `label_by_reward`, `sample_reward_tokens` and appendix E.)
+# third level is a third token wherever HIGH and LOW stand together.)
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 
@@ -72,7 +72,7 @@ def inject_reward_token(messages, reward_token):
 #   mask   0 0 0 ...                                                             | 1    1  1          | 0  ...
 #          prompt (h_1, r)                                                       | sampled (a_1)      | forced
 #
-# All of it is h_2. The mask is written where the token is sampled, never reconstructed from the text.
+# All of it is (h_2, r). The mask is written when a token is sampled, never reconstructed from the text.
 
 
 @dataclass
@@ -100,7 +100,7 @@ def rows_by_group(groups):
     """
     rows = {}
     for row, group in enumerate(groups):
-        if hasattr(group, "item"):  # a tensor is equal to nothing but itself: no two would share a group
+        if hasattr(group, "item"):  # tensors hash by identity: no two would share a group
             group = group.item()
         if isinstance(group, list):  # a tuple that went through JSON
             group = tuple(group)
@@ -123,7 +123,7 @@ def label_by_reward(trajectory, tokenizer, threshold=1.0):
 
 
 # ===== 3. Stage 1, RCTP (eq. 2):   L = -E_{(tau, r) ~ D}  sum_t log pi(a_t | h_t, r) ========================
-# The result is a reward-conditioned trajectory policy. SFT: the same loss on experts, without a reward token.
+# RCTP: reward-conditioned trajectory policy. SFT: the same loss on experts, without a reward token.
 # With several processes each gives its own trajectories: `total` sums a number over all of them, `from_all`
 # joins their lists (appendix D). Alone they are the number and the list.
 
@@ -164,8 +164,8 @@ def rctp_step(model, optimizer, trajectories, tokens_per_pass=24576, max_grad_no
 
 # ===== 4. Group sampling (eq. 3):   r_j ~ P_sample i.i.d.,   P(high) = p ====================================
 # Why: Prop. 4.3, the floor. E[sigma_g^2] >= kappa (mu_high - mu_low)^2 with kappa = (G-1)/G p(1-p): while the
-# two tokens make the policy succeed at different rates, groups have variance. (For a 0/1 reward it is exactly
-# (G-1)/G m(1-m), m = p mu_high + (1-p) mu_low: the tokens help by moving m away from 0 and 1.)
+# two tokens make the policy succeed at different rates, groups have variance. (For a 0/1 reward E[sigma_g^2]
+# is (G-1)/G m(1-m), m = p mu_high + (1-p) mu_low: the tokens help by moving m away from 0 and 1.)
 
 
 def sample_reward_tokens(G, p, generator=None, stratified=False):
@@ -287,8 +287,8 @@ def play_turn(chat, max_tokens, env, trajectory, action):
 
 
 # ===== 6. Advantages (eq. 6):  A_j = (R_j - mu_g) / (sigma_g + eps),  sigma_g^2 = 1/G sum_j (R_j - mu_g)^2
-# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at K turns (pi* a deterministic expert), all G
-# rollouts are the expert's, so sigma_g and the policy gradient are 0, with probability >= 1 - G K eps_sft.
+# Prop. 4.2, the collapse: if KL(pi* || pi_ref) <= eps_sft at each of the K turns of a deterministic expert
+# pi*, all G rollouts are its own, so sigma_g and the policy gradient are 0, with P >= 1 - G K eps_sft.
 
 
 def group_advantages(rewards, groups, eps=1e-6):
@@ -322,8 +322,8 @@ def group_advantages(rewards, groups, eps=1e-6):
 #
 # All three are evaluated under the same r_j. Where A > 0, an action gains nothing more once rho is above 1+c,
 # where A < 0 nothing more below 1-c: there its gradient is 0. A step the wrong way is never clipped. In the
-# first update pi_theta is pi_old, so rho = 1, and with one update a batch (the paper) nothing clips at all. L
-# is then -mean[A], near 0 and of either sign; it is its gradient, -mean[A grad log pi], that trains.
+# first update pi_theta is pi_old, so rho = 1, and with one update a batch (the paper) nothing clips. Its loss
+# is then -mean[A], near 0 and of either sign; it is the gradient, -mean[A grad log pi], that trains.
 
 
 def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.2, beta=0.1, ratio="token",
@@ -333,8 +333,8 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
     logp, old_logp, ref_logp (None if beta = 0) (N, T); mask (N, T), default: all True; advantages (N,).
     clip: c.  beta: weight of the KL.
     ratio: "token": one rho a token, mean over tokens; "trajectory": eq. 7's product, mean over trajectories.
-    n_tokens, n_trajectories: counts of the whole batch when this is a part of it (default: of this part).
-    Returns (loss, metrics); given these counts, those of the parts of a batch add up to those of the batch.
+    n_tokens, n_trajectories: counts of the whole batch if this is a part (default: of this part).
+    Returns (loss, metrics). With the batch's counts, those of its parts add up to the batch's.
 
     >>> clipped_policy_loss(torch.tensor([[1.5]]).log(), torch.zeros(1, 1), None, torch.ones(1), beta=0)[0]
     tensor(-1.2000)
@@ -360,7 +360,7 @@ def clipped_policy_loss(logp, old_logp, ref_logp, advantages, mask=None, clip=0.
         # Value: k3 = e^d - d - 1, never negative; its mean over a ~ pi_theta is KL(pi_theta || pi_ref).
         # Gradient: that of d^2/2, -d grad log pi_theta; its mean is grad KL(pi_theta || pi_ref).
         # (k3's own averages to grad KL(pi_ref || pi_theta).)  x + (y - x).detach(): y, with x's gradient.
-        d = bounded(ref_logp - logp)
+        d = bounded(ref_logp - logp)  # beyond +-20 without gradient
         k3, half_square = d.exp() - d - 1, d * d / 2
         kl = ((half_square + (k3 - half_square).detach()) * mask).sum() / n_tokens
         loss = loss + beta * kl
@@ -378,7 +378,7 @@ def rcgrpo_step(model, ref_model, optimizer, tasks, make_env, policy, tokenizer,
                 generator=None, limits=None, beta=0.1, **update_settings):
     """One step of stage 2: reward tokens, rollouts, advantages, update. Returns (metrics, own rollouts).
 
-    tasks ... limits: as in `collect_groups`, of this process; the metrics are of all.
+    tasks ... limits: as in `collect_groups`; tasks of this process, the metrics are of all.
     beta, update_settings: keywords of `rcgrpo_update`; the temperature is the policy's own.
     """
     temperature, started = getattr(policy, "temperature", 1.0), time.perf_counter()
@@ -396,7 +396,7 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
     """`updates` clipped optimizer steps on one batch (the paper: one). Returns the last one's metrics.
 
     ref_model: the frozen stage-1 model; None if beta = 0; for LoRA, the PEFT model's `disable_adapter`.
-    trajectories: whole groups, this process's part of the batch.  temperature: of their sampling.
+    trajectories: whole groups, this process's part, just sampled by this model.  temperature: of sampling.
     clip, beta, ratio: as in `clipped_policy_loss`.  tokens_per_pass: as in `rctp_step`.
     """
     trajectories = list(trajectories)
@@ -422,7 +422,7 @@ def rcgrpo_update(model, ref_model, optimizer, trajectories, temperature=1.0, cl
                                                 beta, ratio, n_tokens, n_trajectories)
             loss.backward()
             mean_entropy = (entropy * mask).sum().item() / max(1, n_tokens)
-            seen.update(metrics, entropy=mean_entropy)  # a Counter's update adds
+            seen.update(metrics, entropy=mean_entropy)  # adds, being a Counter
         stepped = optimizer_step(model, optimizer, max_grad_norm)
         skipped += stepped["skipped"]
     return {**{name: total(value) for name, value in seen.items()}, **stepped, "skipped": skipped}
@@ -432,9 +432,9 @@ def hindsight_step(model, optimizer, rollouts, tokenizer, tokens_per_pass=24576,
     """Not the paper's: after a step of stage 2, learn what its rollouts found. Returns metrics.
 
     What earned R = 1, under either token, is labelled high (eq. 1) and learned by eq. 2; "count": how many
-    (0: no step). Why: where each mode is deterministic, sigma_g is largest, yet grad log pi of an action of
-    probability 1 is 0, so the high mode cannot leave its habit. (The field's name is hindsight relabelling:
-    Andrychowicz et al. 2017; of instructions to language models, Zhang et al. 2023.)
+    (0: no step). Why: where one mode always succeeds and the other never, sigma_g is largest, yet grad log pi
+    of an action of probability 1 is 0, so neither can leave its habit. (The field's name is hindsight
+    relabelling: Andrychowicz et al. 2017; of instructions to language models, Zhang et al. 2023.)
     """
     found = [label_by_reward(t, tokenizer) for t in rollouts if round(t.reward, 9) == 1 and 1 in t.mask]
     count = total(len(found))

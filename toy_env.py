@@ -405,7 +405,7 @@ def plot(folders, path):
         right.plot(steps, median, **style)
         right.fill_between(steps, low, high, color=color, alpha=0.15)
     left.set(title="groups with sigma_g = 0 at first", xlabel="temperature of the rollouts", ylim=(0, 1.05))
-    title = f"success on held-out tasks, temperature {runs[0]['settings']['temperature']}"
+    title = f"greedy success, held-out tasks (rollouts at {runs[0]['settings']['temperature']})"
     right.set(title=title, xlabel="step of reinforcement learning", ylim=(0, 1.05))
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=120)
@@ -419,7 +419,7 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:5], help="which arms (all but the last)")
-    add("--stratified", action="store_true", help="equally many high reward tokens in each group")
+    add("--stratified", action="store_true", help="the same number of high reward tokens in every group")
     add("--ratio", choices=["token", "trajectory"], default="token", help="one rho per token or trajectory")
     add("--out", type=Path, default=Path("runs/toy"), help="folder of metrics and summary")
     add("--plot", type=Path, nargs="+", metavar="DIR", help="only draw toy.png of these runs into --out")
