@@ -4476,6 +4476,8 @@ def fake_gpus(n, config, offload=False):
             (torch.nn.functional, "scaled_dot_product_attention", attention), (torch.Tensor, "to", copied),
             (torch.Tensor, "pin_memory", lambda tensor: tensor),
             (torch.UntypedStorage, "resize_", lambda *given: memory.resize(*given)),
+            # as on a GPU, where DTensor plans on fake tensors of its own: ours it would take for real ones
+            (torch.distributed.tensor._sharding_prop, "detect_fake_mode", lambda: None),
         ):
             patch.setattr(owner, name, fake)
         model, ref_model, actor = (Qwen2ForCausalLM(Qwen2Config(**config)) for _ in range(3))
