@@ -2821,26 +2821,24 @@ class Killed(BaseException):
     pass
 
 
-def dies(owner, name, call, error=Killed, after=True):
+def ended_at(owner, name, call, base, out, error=Killed, after=True):
     """A run in which this call, counted from 0, of a function raises, after or in place of its work."""
-    def injury(base, out):
-        function, calls = getattr(owner, name), itertools.count()
+    function, calls = getattr(owner, name), itertools.count()
 
-        def deadly(*args, **kwargs):
-            last = next(calls) == call
-            result = None if last and not after else function(*args, **kwargs)
-            if last:
-                raise error
-            return result
+    def deadly(*args, **kwargs):
+        last = next(calls) == call
+        result = None if last and not after else function(*args, **kwargs)
+        if last:
+            raise error
+        return result
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, deadly)
-            if error is NO_SPACE:
-                assert re.search("could not write .*: make room.*No space left", refused(base, out))
-            else:
-                with pytest.raises(Killed):
-                    tiny_run(base, out)
-    return injury
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, deadly)
+        if error is NO_SPACE:
+            assert re.search("could not write .*: make room.*No space left", refused(base, out))
+        else:
+            with pytest.raises(Killed):
+                tiny_run(base, out)
 
 
 def killed_by_the_kernel(base, out):
@@ -2858,7 +2856,7 @@ def killed_by_the_kernel(base, out):
 
 
 def damaged_checkpoint(base, out):
-    dies(bfcl.Run, "log", 7)(base, out)
+    ended_at(bfcl.Run, "log", 7, base, out)
     (folder,) = (out / "checkpoints").iterdir()
     assert folder.name == "stage2-000003"
     for file in folder.glob("*.distcp"):
@@ -2870,9 +2868,10 @@ def damaged_checkpoint(base, out):
 NO_SPACE = OSError(28, "No space left on device")
 INJURIES = {
     "kill -9": killed_by_the_kernel, "damaged checkpoint": damaged_checkpoint,
-    "a model saved, its checkpoint still there": dies(bfcl, "evaluate", 0, after=False),
-    "full disk, a checkpoint": dies(os, "fsync", 8, NO_SPACE),  # torch wraps it
-    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, NO_SPACE),
+    "a model saved, its checkpoint still there": partial(ended_at, bfcl, "evaluate", 0, after=False),
+    "full disk, a checkpoint": partial(ended_at, os, "fsync", 8, error=NO_SPACE),  # torch wraps it
+    "full disk, a model": partial(
+        ended_at, bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=NO_SPACE),
 }
 
 
@@ -2913,7 +2912,7 @@ def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_when_it_goes_on(
     step, coming = bfcl.rctp_step, iter(skipped)
     monkeypatch.setattr(bfcl, "rctp_step", lambda *args, **kwargs: {
         **step(*args, **kwargs), "skipped": next(coming), "loss": math.nan, "grad_norm": None})
-    dies(bfcl.Run, "save_checkpoint", 1)(base, tmp_path)
+    ended_at(bfcl.Run, "save_checkpoint", 1, base, tmp_path)
     said = tiny_run(base, tmp_path) if 0 in skipped else refused(base, tmp_path)
     assert str(said).startswith("stopped: three steps in a row") == (0 not in skipped)
     noted = [(line["loss"], line["skipped"]) for line in read_lines(tmp_path / "metrics.jsonl")]
@@ -2928,7 +2927,7 @@ def test_bfcl_tensorboard_is_told_from_which_step_on_points_are_made_again(base,
         return SimpleNamespace(add_scalar=lambda *point: told.append(point))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    dies(bfcl.Run, "log", 6)(base, tmp_path)
+    ended_at(bfcl.Run, "log", 6, base, tmp_path)
     tiny_run(base, tmp_path)
     assert [event for event in told if "purge" in event] == [
         ("stage1", "purge", 0), ("stage2", "purge", 0), ("stage2", "purge", 2)]
@@ -2966,91 +2965,79 @@ def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
     assert re.search(words, capsys.readouterr().err.strip().split("\n")[-1])
 
 
-def altered(folder, to, name, edit):
-    """A copy with one file changed. edit: None deletes it, a number cuts it there, bytes take its place, a
-    dict changes the JSON in it; or a function of its bytes."""
-    file = shutil.copytree(folder, to) / name
+def edited(file, edit):
+    """None deletes it, a number cuts it there, bytes take its place, a dict changes the JSON in it; or a
+    function of its bytes."""
+    if edit is None:
+        return shutil.rmtree(file) if file.is_dir() else file.unlink()
     content = file.read_bytes()
-    file.unlink()  # it may be linked
-    if edit is not None:
-        changed = {int: lambda: content[:edit], bytes: lambda: edit,
-                   dict: lambda: json.dumps({**json.loads(content), **edit}).encode()}
-        file.write_bytes(changed.get(type(edit), lambda: edit(content))())
-    return to
-
-
-def with_model(name, edit):
-    return lambda base, run, tmp: ["--model", altered(base, tmp / "model", name, edit)]
-
-
-def with_stage1(*flags, folder="stage1", edit=bytes):
-    return lambda base, run, tmp: [
-        "--stage1", altered(run / folder, tmp / folder, "rcgrpo.json", edit), *flags]
-
-
-def with_run(name, edit, *flags, unfinished=("stage1", "model")):
-    def flags_of(base, run, tmp):
-        folder = altered(run, tmp / "run", name, edit)
-        for stage in unfinished:
-            shutil.rmtree(folder / stage)
-        return ["--out", folder, *flags]
-    return flags_of
+    if isinstance(edit, dict):
+        edit = json.dumps(json.loads(content) | edit).encode()
+    elif isinstance(edit, int):
+        edit = content[:edit]
+    file.write_bytes(edit(content) if callable(edit) else edit)
 
 
 LOWER = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                              "original_max_position_embeddings": 256}}
 NO_LLM, OLD = (kind().to_json_string(use_diff=False).encode() for kind in (Gemma3Config, GPT2Config))
-RATED = partial(with_run, unfinished=())
-REFUSED_FLAGS = [
+NO_MODEL, UNTRAINED = {"run/model": None}, {"run/model": None, "run/stage1": None}
+REFUSED_RUNS = [  # flags, what is changed in "base" and "run", words
     # models
-    ("--model no/such-model", "cannot be used: it must be a model on the hub or a folder with one"),
-    ("--stage1 /nowhere", "cannot be used"),
-    (with_model("chat_template.jinja", None), "no chat template"),
-    (with_model("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x), "on messages of system, user"),
-    (with_model("tokenizer.json", 999), "cannot be used"),
-    (with_model("config.json", b"[]"), "cannot be used"),
-    (with_model("config.json", {"model_type": "x"}), "cannot be used"),
-    (with_model("model.safetensors", 999), "cannot load a model"),
-    (with_model("config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
-     "cannot load a model .*no weights for"),
-    (with_model("config.json", {"max_position_embeddings": 4096}), "--max-tokens 8192: give 4096 or less"),
-    (with_model("config.json", LOWER), "give 256 or less"),
-    (with_model("config.json", NO_LLM), "more than a language model"),
-    (with_model("config.json", OLD), "no attribute 'layers'"),
+    ("--model no/such-model", {}, "cannot be used: it must be a model on the hub or a folder with one"),
+    ("--stage1 /nowhere", {}, "cannot be used"),
+    *[("--model base", {f"base/{name}": edit}, words) for name, edit, words in [
+        ("chat_template.jinja", None, "no chat template"),
+        ("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x, "on messages of system, user"),
+        ("tokenizer.json", 999, "cannot be used"),
+        ("config.json", b"[]", "cannot be used"),
+        ("config.json", {"model_type": "x"}, "cannot be used"),
+        ("model.safetensors", 999, "cannot load a model"),
+        ("config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+         "cannot load a model .*no weights for"),
+        ("config.json", {"max_position_embeddings": 4096}, "--max-tokens 8192: give 4096 or less"),
+        ("config.json", LOWER, "give 256 or less"),
+        ("config.json", NO_LLM, "more than a language model"),
+        ("config.json", OLD, "no attribute 'layers'")]],
     # the stage-1 model
-    (lambda base, run, tmp: ["--stage1", base], "never saw reward tokens"),
-    (with_stage1("--init", "sft"), "--init rctp, not sft"),
-    (with_stage1("--split", "paper"), "--split grouped, not paper"),
-    (with_stage1("--model", "other"), "not other"),
-    (with_stage1(folder="model"), "--rl rc-grpo, not none"),
-    (lambda base, run, tmp: ["--init", "none", "--split", "paper", "--model", run / "model"],
-     "grouped, not paper"),  # it may have seen the test tasks
-    (with_stage1(edit=b"[1]"), "rcgrpo.json is damaged: train"),
+    ("--stage1 base", {}, "never saw reward tokens"),
+    ("--stage1 run/stage1 --init sft", {}, "--init rctp, not sft"),
+    ("--stage1 run/stage1 --split paper", {}, "--split grouped, not paper"),
+    ("--stage1 run/stage1 --model other", {}, "not other"),
+    ("--stage1 run/model", {}, "--rl rc-grpo, not none"),
+    ("--init none --split paper --model run/model", {}, "grouped, not paper"),  # it may have seen the test
+    ("--stage1 run/stage1", {"run/stage1/rcgrpo.json": b"[1]"}, "rcgrpo.json is damaged: train"),
     # the run folder
-    (lambda base, run, tmp: ["--out", base / "config.json"], "config.json cannot be used"),
-    (lambda base, run, tmp: ["--out", base / "config.json" / "x"], "x cannot be used"),
-    (with_run("config.json", bytes, "--lr", "0.5"), "--lr was 0.001, now 0.5"),
-    (with_run("config.json", bytes, "--protocol", "turns"), "--protocol was 'combined', now 'turns'"),
-    (with_run("config.json", 40), "config.json is damaged: choose another"),
-    (with_run("data.json", -99), "data.json is damaged: delete it"),
-    (with_run("data.json", lambda x: x.replace(b"mask", b"musk")), "data.json is damaged: .*unexpected"),
-    (RATED("eval.json", b"{}", "--reward-tokens", "low"), "eval.json is damaged: .*'results'"),
-    (RATED("trajectories.jsonl", lambda x: b"{}\n" + x, "--reward-tokens", "low"), "line 1, is damaged"),
-    (with_run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', unfinished=["model"]), "line 9, is .*'stage'"),
-    (with_run("metrics.jsonl", lambda x: b"\xff" + x, unfinished=["model"]), "line 1, is .*: delete it"),
-    (with_run("stage1/model.safetensors", 5000, unfinished=["model"]), "cannot load a model from .*stage1"),
-    ("--max-tokens 50", "no training task fits into --max-tokens 50"),
+    ("--out base/config.json", {}, "config.json cannot be used"),
+    ("--out base/config.json/x", {}, "x cannot be used"),
+    ("--out run --lr 0.5", UNTRAINED, "--lr was 0.001, now 0.5"),
+    ("--out run --protocol turns", {}, "--protocol was 'combined', now 'turns'"),
+    ("--out run", {"run/config.json": 40}, "config.json is damaged: choose another"),
+    ("--out run", UNTRAINED | {"run/data.json": -99}, "data.json is damaged: delete it"),
+    ("--out run", UNTRAINED | {"run/data.json": lambda x: x.replace(b"mask", b"musk")},
+     "data.json is damaged: .*unexpected"),
+    ("--out run --reward-tokens low", {"run/eval.json": b"{}"}, "eval.json is damaged: .*'results'"),
+    ("--out run --reward-tokens low", {"run/trajectories.jsonl": lambda x: b"{}\n" + x},
+     "line 1, is damaged"),
+    ("--out run", NO_MODEL | {"run/metrics.jsonl": lambda x: x + b'{"a": 1}\n'}, "line 9, is .*'stage'"),
+    ("--out run", NO_MODEL | {"run/metrics.jsonl": lambda x: b"\xff" + x}, "line 1, is .*: delete it"),
+    ("--out run", NO_MODEL | {"run/stage1/model.safetensors": 5000}, "cannot load a model from .*stage1"),
+    ("--max-tokens 50", {}, "no training task fits into --max-tokens 50"),
 ]
 CLAIMED = "cannot load a model", "no training task"  # only the attempt shows
 
 
-@pytest.mark.parametrize("flags, words", REFUSED_FLAGS, ids=[words for _, words in REFUSED_FLAGS])
+@pytest.mark.parametrize("flags, edits, words", REFUSED_RUNS, ids=[words for *_, words in REFUSED_RUNS])
 def test_bfcl_what_cannot_work_is_refused_in_one_line_before_anything_is_written(
-        base, whole_run, tmp_path, flags, words):
-    flags = flags.split() if isinstance(flags, str) else flags(base, whole_run, tmp_path)
-    said = refused(base, tmp_path / "x", *flags)
+        base, whole_run, tmp_path, monkeypatch, flags, edits, words):
+    monkeypatch.chdir(tmp_path)
+    for name, folder in (("base", base), ("run", whole_run)):
+        shutil.copytree(folder, name)
+    for name, edit in edits.items():
+        edited(Path(name), edit)
+    said = refused(base, "x", *flags.split())
     assert re.search(words, said), said
-    assert words.startswith(CLAIMED) or not (tmp_path / "x").exists()
+    assert words.startswith(CLAIMED) or not Path("x").exists()
 
 
 def test_bfcl_batches_that_processes_cannot_share_are_refused(base, monkeypatch):
@@ -4090,16 +4077,11 @@ def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path
 
 
 def test_bfcl_copies_have_the_buffers_too():
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
-        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
-    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
-    copied = copy.deepcopy(model)
-    for bias in [buffer for name, buffer in model.named_buffers() if "bias" in name]:
-        bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
-    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
-    assert torch.equal(bfcl.refresh(copied, model)(ids).logits, model(ids).logits)
+    model, copied = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+    model(torch.randn(9, 4))  # moves its running mean and variance
+    assert not torch.equal(copied.running_mean, model.running_mean)
+    copied = bfcl.refresh(copied, model).state_dict()
+    assert all(torch.equal(copied[name], value) for name, value in model.state_dict().items())
 
 
 def test_bfcl_weights_are_trained_in_fp32_and_sampled_and_saved_as_they_compute(base, tmp_path, monkeypatch):
@@ -4146,23 +4128,10 @@ def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, p
     assert time.monotonic() - start < 40
 
 
-def main_that_dies(stage, step, base, out, *flags):
-    """A tiny run that dies just after that step."""
-    log = bfcl.Run.log
-
-    def dies(run, *place_and_more):
-        log(run, *place_and_more)
-        if place_and_more[:2] == (stage, step):
-            os._exit(9)
-
-    bfcl.Run.log = dies
-    tiny_run(base, out, *flags)
-
-
 def test_bfcl_two_processes_go_on_to_the_same_end_and_one_may_take_over(whole_run, base, tmp_path):
     whole, killed, alone = (tmp_path / name for name in ("whole", "killed", "alone"))
     assert launch(2, tiny_run, base, whole) == [0, 0]
-    assert 9 in launch(2, main_that_dies, "stage2", 2, base, killed)
+    assert 1 in launch(2, ended_at, bfcl.Run, "log", 6, base, killed)
     shutil.copytree(killed, alone)
     assert launch(2, tiny_run, base, killed) == [0, 0]
     assert_same_run(whole, killed)
