@@ -2702,9 +2702,7 @@ def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
 class Tasks(Sequence):
     """The benchmark's, loaded when a test first looks at them: the method's part runs without bfcl-eval."""
 
-    @functools.cached_property
-    def loaded(self):
-        return bfcl.load_tasks()
+    loaded = functools.cached_property(lambda self: bfcl.load_tasks())
 
     def __len__(self):
         return len(self.loaded)
@@ -2772,25 +2770,21 @@ def whole_run(base, tmp_path_factory):
     return out
 
 
-def test_bfcl_the_defaults_are_the_papers():
-    """Learning rates, batches, epochs, G, p, beta and clip of its table; what it does not say is ours."""
-    def value(names, *flags):
-        return [getattr(bfcl.parse_arguments(flags), name) for name in names.split()]
-
-    assert value("model init rl") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo"]
-    assert value("split protocol hindsight") == ["grouped", "combined", False]
-    assert value("lr stage1_lr beta clip group_size p_high steps") == [1e-6, 1e-5, 0.1, 0.2, 5, 0.5, 400]
-    assert value("epochs stage1_batch batch") == [5, 16, 256]
-    assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
-    assert value("epochs batch", "--epochs", "3", "--batch", "8", "--init", "sft") == [3, 8]
-    assert value("updates ratio temperature failure_temperature max_turns") == [1, "token", 1.0, 0.7, 30]
-    assert value("max_tokens max_new_tokens tokens_per_pass rollout_tokens") == [16384, 1024, 24576, 2**17]
-    assert value("checkpoint_every eval_every max_grad_norm seed") == [10, 25, 1.0, 0]
-    assert value("group_size", "--group-size", "1", "--rl", "none") == [1]
-    assert value("limit seed p_high beta", *"--limit 0 --seed 0 --p-high 0 --beta 0".split()) == [0] * 4
-    assert value("reward_tokens") + value("reward_tokens", "--reward-tokens", "low", "low") == [
-        ["high", "low", "none"], ["low"]]
-    assert value("steps lr model", "--smoke", "--lr", "0.5") == [2, 0.5, "tiny"]
+@pytest.mark.parametrize("flags, expected", [
+    ("", {"model": "Qwen/Qwen2.5-7B-Instruct", "init": "rctp", "rl": "rc-grpo", "lr": 1e-6, "stage1_lr": 1e-5,
+          "beta": 0.1, "clip": 0.2, "group_size": 5, "p_high": 0.5, "steps": 400, "epochs": 5, "batch": 256}),
+    ("--init sft --rl grpo", {"epochs": 2, "stage1_batch": 16, "batch": 64}),
+    ("--epochs 3 --batch 8 --init sft", {"epochs": 3, "batch": 8}),
+    # what its table does not say
+    ("", {"split": "grouped", "protocol": "combined", "hindsight": False, "updates": 1, "ratio": "token",
+          "temperature": 1.0, "failure_temperature": 0.7, "max_turns": 30, "max_tokens": 16384,
+          "max_new_tokens": 1024, "tokens_per_pass": 24576, "rollout_tokens": 2**17, "checkpoint_every": 10,
+          "eval_every": 25, "max_grad_norm": 1.0, "seed": 0, "reward_tokens": ["high", "low", "none"]}),
+    ("--group-size 1 --rl none --reward-tokens low low", {"group_size": 1, "reward_tokens": ["low"]}),
+    ("--limit 0 --seed 0 --p-high 0 --beta 0", {"limit": 0, "seed": 0, "p_high": 0, "beta": 0}),
+    ("--smoke --lr 0.5", {"steps": 2, "lr": 0.5, "model": "tiny"})])
+def test_bfcl_the_defaults_are_the_papers(flags, expected):
+    assert expected.items() <= vars(bfcl.parse_arguments(flags.split())).items()
 
 
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
@@ -3382,14 +3376,6 @@ def names(env) -> set:
     return {tool["function"]["name"] for tool in env.tools}
 
 
-def test_bfcl_tasks_come_in_order_and_untouched():
-    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    for folder in ("", "possible_answer/"):
-        with open(bfcl.bfcl_data() / f"{folder}BFCL_v4_multi_turn_miss_func.json") as file:
-            raw = json.loads(file.readlines()[17])
-        assert raw.items() <= task_of("miss_func_17").items()
-
-
 @pytest.mark.parametrize("kind, leaks, counts", [("paper", 77, [18, 23, 17, 22]), ("grouped", 0, [20] * 4)])
 def test_bfcl_a_split_leaks_and_balances_as_the_readme_says(kind, leaks, counts):
     train, test = bfcl.split_tasks(TASKS, kind)
@@ -3919,28 +3905,26 @@ def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
     assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
 
 
-def test_bfcl_done_and_silence_end_an_episode_and_what_follows_done_is_not_run():
-    first, env = ("cd", {"folder": "document"}), opened("base_0")
-    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
+PWD = say(("pwd", {}))
+
+
+@pytest.mark.parametrize("protocol, texts, reward, reason, calls", [
+    ("combined", [say(("cd", {"folder": "document"}), ("done", {}), ("cd", {"folder": "temp"}))], 0,
+     "gold call not made: mkdir", 1),  # what follows done() is not run
+    ("combined", ["I cannot do this."], 0, "gold call not made", 0),
+    ("combined", ["<tool_call>{oops</tool_call>"], 0, "the episode did not end", 0),  # it is not silent
+    ("combined", [PWD] * 200, 0, "step limit reached", 4 * 20),
+    ("turns", [PWD] * 200, 0, "turn 0: ", 20 + 1),
+    ("turns", [say(("done", {}))], 0, "the episode did not end", 0),  # the leaderboard has no such tool
+    # each turn has steps of its own
+    ("turns", [text for turn in range(4) for text in (f"gold {turn}", *[PWD] * 15, "Well.")], 1, "ok", 70)])
+def test_bfcl_an_episode_ends_by_done_by_silence_or_at_the_step_limit(protocol, texts, reward, reason, calls):
+    gold = {f"gold {turn}": say(*calls) for turn, calls in enumerate(bfcl.gold_turns(task_of("base_0")))}
+    env = play("base_0", [gold.get(text, text) for text in texts], protocol)
+    assert env.reward() == reward and env.reason.startswith(reason) and len(env.calls) == calls
     env.close()
-    assert env.reason.startswith("gold call not made: mkdir") and len(env.log) == 4 and env._instances is None
+    assert env.reason.startswith(reason) and len(env.calls) == calls and env._instances is None
     assert env.reset() == env.log and len(env.log) == 2 and env.calls == [] and env.reward() == 0
-    assert play("base_0", ["I cannot do this."]).reason.startswith("gold call not made")
-    assert play("base_0", ["<tool_call>{oops</tool_call>"]).reason == "the episode did not end"  # not silent
-    assert "no tool named 'done'" in ask(opened("base_0", "turns"), "done")  # the leaderboard has none
-
-
-@pytest.mark.parametrize("protocol, steps", [("combined", 4 * 20), ("turns", 20 + 1)])
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit(protocol, steps):
-    env = play("base_0", [say(("pwd", {}))] * 200, protocol)
-    assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-    assert env.reason == "step limit reached" or protocol == "turns"
-
-
-def test_bfcl_each_turn_has_steps_of_its_own():
-    texts = expert_turns(task_of("base_0"), "turns")
-    assert play("base_0", [each for text in texts for each in (
-        [text, *[say(("pwd", {}))] * 15] if parse_tool_calls(text) else [text])], "turns").reward() == 1
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
@@ -4107,24 +4091,22 @@ def failing_run(place, folder):
     def pipeline(s, env):
         model = bfcl.shard(policy_model(400))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        if bfcl.RANK == 1:
-            owner, name = {"update": (rcgrpo, "clipped_policy_loss"), "rollout": (Echo, "step"),
-                           "save": (bfcl, "get_state_dict"), "nowhere": (Echo, "nothing")}[place]
-            setattr(owner, name, fails)
+        if bfcl.RANK == 1 and place:
+            setattr(*{"update": (rcgrpo, "clipped_policy_loss"), "save": (bfcl, "get_state_dict")}[place], fails)
         rcgrpo_step(model, None, optimizer, [0], lambda task: Echo(), lambda prompts: [
             [7 + row, END] for row in range(len(prompts))], TOKENIZER, G=2, p=None, beta=0)
         bfcl.Run(s).save_checkpoint("stage2-000001", model, optimizer)
 
     bfcl.pipeline = pipeline
     bfcl.main(["--out", str(folder)])
-    assert place == "nowhere"  # whoever fails ends at once
+    assert not place  # whoever fails ends at once
 
 
-@pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
+@pytest.mark.parametrize("place", ["update", "save", None])
 def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, place):
     start = time.monotonic()
     codes = launch(2, failing_run, place, tmp_path)
-    assert codes == [0, 0] if place == "nowhere" else codes[1] == 1 and codes[0] != 0
+    assert codes[1] == 1 and codes[0] != 0 if place else codes == [0, 0]
     assert time.monotonic() - start < 40
 
 
@@ -4372,8 +4354,8 @@ def test_bfcl_what_the_plan_says_is_held_is_what_a_model_holds(n, offload, base,
 # it actions, E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
           "E": (2344, 14040, 420)}
-PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 4, False, 70), ("7B", QWEN_7B, 1, True, 60),
-          ("1.5B", QWEN_1_5B, 1, False, 45), ("1.5B", QWEN_1_5B, 1, True, 24)]  # GiB on each GPU, at most
+PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 1, True, 60), ("1.5B", QWEN_1_5B, 1, False, 45),
+          ("7B", QWEN_7B, 4, False, 70)]  # GiB on each GPU, at most
 
 
 class PeakMemory(TorchDispatchMode):
@@ -4508,7 +4490,7 @@ def print_memory():
               + ", ".join(f"{shape} {peak:.1f}" for shape, peak in found.items()), flush=True)
 
 
-@pytest.mark.parametrize("name, config, n, offload, limit", PLACES[:4])
+@pytest.mark.parametrize("name, config, n, offload, limit", PLACES[:3])
 def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
     """By three layers and four, as memory grows by the same with every layer. print_memory() has all 28 of
     them and the other shapes, which need less."""
@@ -4520,14 +4502,14 @@ def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
 
 
 def test_bfcl_a_smoke_run_makes_its_own_model_and_rewards_and_its_flags_count(tmp_path, capsys):
-    bfcl.main(["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--out", tmp_path,
-               "--reward-tokens", "low", "--hindsight", "--sampler", "continuous"])
+    bfcl.main([*"--smoke --protocol turns --ratio trajectory --limit 1 --batch 2 --reward-tokens low".split(),
+               "--hindsight", "--sampler", "continuous", "--out", tmp_path])
     made, report = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "eval.json"))
-    assert (made["--ratio"], made["--limit"], made["--model"]) == ("trajectory", 2, f"{tmp_path}/tiny")
-    assert report["protocol"] == "turns" and re.search("low +0.00 [(]0/2[)]", capsys.readouterr().out)
+    assert (made["--ratio"], made["--limit"], made["--model"]) == ("trajectory", 1, f"{tmp_path}/tiny")
+    assert report["protocol"] == "turns" and re.search("low +0.00 [(]0/1[)]", capsys.readouterr().out)
     steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["stage"] == "stage2"]
     assert len(steps) == 2 and any(step["grad_norm"] > 0 for step in steps)
-    assert all(step["hindsight_count"] == round(step["reward"] * 12) for step in steps)
+    assert all(step["hindsight_count"] == round(step["reward"] * 6) for step in steps)
     assert weights(tmp_path / "model")  # loads with transformers alone
 
 
