@@ -4092,7 +4092,8 @@ def failing_run(place, folder):
         model = bfcl.shard(policy_model(400))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         if bfcl.RANK == 1 and place:
-            setattr(*{"update": (rcgrpo, "clipped_policy_loss"), "save": (bfcl, "get_state_dict")}[place], fails)
+            owner, name = (rcgrpo, "clipped_policy_loss") if place == "update" else (bfcl, "get_state_dict")
+            setattr(owner, name, fails)
         rcgrpo_step(model, None, optimizer, [0], lambda task: Echo(), lambda prompts: [
             [7 + row, END] for row in range(len(prompts))], TOKENIZER, G=2, p=None, beta=0)
         bfcl.Run(s).save_checkpoint("stage2-000001", model, optimizer)
