@@ -2702,9 +2702,7 @@ def test_toy_collapse_and_its_cure(tmp_path, monkeypatch):
 class Tasks(Sequence):
     """The benchmark's, loaded when a test first looks at them: the method's part runs without bfcl-eval."""
 
-    @functools.cached_property
-    def loaded(self):
-        return bfcl.load_tasks()
+    loaded = functools.cached_property(lambda self: bfcl.load_tasks())
 
     def __len__(self):
         return len(self.loaded)
@@ -2756,13 +2754,12 @@ def read_lines(file):
     return [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
 
 
-def assert_same_run(a, b):
-    for name in ("stage1", "model"):
-        one, other = weights(a / name), weights(b / name)
-        assert all(torch.equal(one[key], other[key]) for key in one)
-    for name in ("metrics.jsonl", "samples.jsonl", "data.json", "eval.json", "trajectories.jsonl"):
-        assert (a / name).read_text() == (b / name).read_text(), name
-    assert {p.name for p in a.iterdir()} == {p.name for p in b.iterdir()} and not list(b.glob("**/.*.part"))
+def assert_same_run(*runs):
+    """The same files and folders, bit for bit but for the clocks."""
+    one, other = [{path.relative_to(run): path.is_file() and path.read_bytes() for path in run.glob("**/*")
+                   if "tensorboard" not in path.parts} for run in runs]
+    different = [str(path) for path in one | other if one.get(path) != other.get(path)]
+    assert set(different) <= {"timings.jsonl"} and one.keys() == other.keys(), different
 
 
 @pytest.fixture(scope="session")
@@ -2773,24 +2770,21 @@ def whole_run(base, tmp_path_factory):
     return out
 
 
-def test_bfcl_the_defaults_are_the_papers():
-    """Learning rates, batches, epochs, G, p, beta and clip of its table; what it does not say is ours."""
-    def value(names, *flags):
-        return [getattr(bfcl.parse_arguments(flags), name) for name in names.split()]
-
-    assert value("model init rl") == ["Qwen/Qwen2.5-7B-Instruct", "rctp", "rc-grpo"]
-    assert value("split protocol hindsight") == ["grouped", "combined", False]
-    assert value("lr stage1_lr beta clip group_size p_high steps") == [1e-6, 1e-5, 0.1, 0.2, 5, 0.5, 400]
-    assert value("epochs stage1_batch batch") == [5, 16, 256]
-    assert value("epochs stage1_batch batch", "--init", "sft", "--rl", "grpo") == [2, 16, 64]
-    assert value("epochs batch", "--epochs", "3", "--batch", "8", "--init", "sft") == [3, 8]
-    assert value("updates ratio temperature failure_temperature max_turns") == [1, "token", 1.0, 0.7, 30]
-    assert value("max_tokens max_new_tokens tokens_per_pass rollout_tokens") == [16384, 1024, 24576, 2**17]
-    assert value("checkpoint_every eval_every max_grad_norm seed") == [10, 25, 1.0, 0]
-    assert value("group_size", "--group-size", "1", "--rl", "none") == [1]
-    assert value("reward_tokens") + value("reward_tokens", "--reward-tokens", "low", "low") == [
-        ["high", "low", "none"], ["low"]]
-    assert value("steps lr model", "--smoke", "--lr", "0.5") == [2, 0.5, "tiny"]
+@pytest.mark.parametrize("flags, expected", [
+    ("", {"model": "Qwen/Qwen2.5-7B-Instruct", "init": "rctp", "rl": "rc-grpo", "lr": 1e-6, "stage1_lr": 1e-5,
+          "beta": 0.1, "clip": 0.2, "group_size": 5, "p_high": 0.5, "steps": 400, "epochs": 5, "batch": 256}),
+    ("--init sft --rl grpo", {"epochs": 2, "stage1_batch": 16, "batch": 64}),
+    ("--epochs 3 --batch 8 --init sft", {"epochs": 3, "batch": 8}),
+    # what its table does not say
+    ("", {"split": "grouped", "protocol": "combined", "hindsight": False, "updates": 1, "ratio": "token",
+          "temperature": 1.0, "failure_temperature": 0.7, "max_turns": 30, "max_tokens": 16384,
+          "max_new_tokens": 1024, "tokens_per_pass": 24576, "rollout_tokens": 2**17, "checkpoint_every": 10,
+          "eval_every": 25, "max_grad_norm": 1.0, "seed": 0, "reward_tokens": ["high", "low", "none"]}),
+    ("--group-size 1 --rl none --reward-tokens low low", {"group_size": 1, "reward_tokens": ["low"]}),
+    ("--limit 0 --seed 0 --p-high 0 --beta 0", {"limit": 0, "seed": 0, "p_high": 0, "beta": 0}),
+    ("--smoke --lr 0.5", {"steps": 2, "lr": 0.5, "model": "tiny"})])
+def test_bfcl_the_defaults_are_the_papers(flags, expected):
+    assert expected.items() <= vars(bfcl.parse_arguments(flags.split())).items()
 
 
 def test_bfcl_a_run_leaves_what_it_promises(whole_run):
@@ -2821,26 +2815,24 @@ class Killed(BaseException):
     pass
 
 
-def dies(owner, name, call, error=Killed, after=True):
+def ended_at(owner, name, call, base, out, error=Killed, after=True):
     """A run in which this call, counted from 0, of a function raises, after or in place of its work."""
-    def injury(base, out):
-        function, calls = getattr(owner, name), itertools.count()
+    function, calls = getattr(owner, name), itertools.count()
 
-        def deadly(*args, **kwargs):
-            last = next(calls) == call
-            result = None if last and not after else function(*args, **kwargs)
-            if last:
-                raise error
-            return result
+    def deadly(*args, **kwargs):
+        last = next(calls) == call
+        result = None if last and not after else function(*args, **kwargs)
+        if last:
+            raise error
+        return result
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, deadly)
-            if error is NO_SPACE:
-                assert re.search("could not write .*: make room.*No space left", refused(base, out))
-            else:
-                with pytest.raises(Killed):
-                    tiny_run(base, out)
-    return injury
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, deadly)
+        if error is NO_SPACE:
+            assert re.search("could not write .*: make room.*No space left", refused(base, out))
+        else:
+            with pytest.raises(Killed):
+                tiny_run(base, out)
 
 
 def killed_by_the_kernel(base, out):
@@ -2858,7 +2850,7 @@ def killed_by_the_kernel(base, out):
 
 
 def damaged_checkpoint(base, out):
-    dies(bfcl.Run, "log", 7)(base, out)
+    ended_at(bfcl.Run, "log", 7, base, out)
     (folder,) = (out / "checkpoints").iterdir()
     assert folder.name == "stage2-000003"
     for file in folder.glob("*.distcp"):
@@ -2870,9 +2862,10 @@ def damaged_checkpoint(base, out):
 NO_SPACE = OSError(28, "No space left on device")
 INJURIES = {
     "kill -9": killed_by_the_kernel, "damaged checkpoint": damaged_checkpoint,
-    "a model saved, its checkpoint still there": dies(bfcl, "evaluate", 0, after=False),
-    "full disk, a checkpoint": dies(os, "fsync", 8, NO_SPACE),  # torch wraps it
-    "full disk, a model": dies(bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, NO_SPACE),
+    "a model saved, its checkpoint still there": partial(ended_at, bfcl, "evaluate", 0, after=False),
+    "full disk, a checkpoint": partial(ended_at, os, "fsync", 8, error=NO_SPACE),  # torch wraps it
+    "full disk, a model": partial(
+        ended_at, bfcl.PreTrainedTokenizerFast, "save_pretrained", 1, error=NO_SPACE),
 }
 
 
@@ -2883,7 +2876,9 @@ def test_bfcl_a_run_that_was_ended_goes_on_to_the_same_end(whole_run, base, tmp_
     if not (out / "model").exists():
         with open(out / "metrics.jsonl", "a") as metrics:
             metrics.write('{"stage": "sta')  # as if it had died in the middle of a line,
-    (out / "checkpoints" / ".stage2-000009.part").mkdir(parents=True)  # or of a checkpoint
+    for name in (".data.json", ".stage1", ".model", "checkpoints/.stage2-000003"):  # or of a folder
+        (out / f"{name}.part").mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.part" / "left over").touch()
     tiny_run(base, out, "--tokens-per-pass", "20000", "--checkpoint-every", "3")  # these may change
     assert_same_run(whole_run, out)
 
@@ -2911,7 +2906,7 @@ def test_bfcl_three_skipped_steps_in_a_row_end_the_run_also_when_it_goes_on(
     step, coming = bfcl.rctp_step, iter(skipped)
     monkeypatch.setattr(bfcl, "rctp_step", lambda *args, **kwargs: {
         **step(*args, **kwargs), "skipped": next(coming), "loss": math.nan, "grad_norm": None})
-    dies(bfcl.Run, "save_checkpoint", 1)(base, tmp_path)
+    ended_at(bfcl.Run, "save_checkpoint", 1, base, tmp_path)
     said = tiny_run(base, tmp_path) if 0 in skipped else refused(base, tmp_path)
     assert str(said).startswith("stopped: three steps in a row") == (0 not in skipped)
     noted = [(line["loss"], line["skipped"]) for line in read_lines(tmp_path / "metrics.jsonl")]
@@ -2926,7 +2921,7 @@ def test_bfcl_tensorboard_is_told_from_which_step_on_points_are_made_again(base,
         return SimpleNamespace(add_scalar=lambda *point: told.append(point))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    dies(bfcl.Run, "log", 6)(base, tmp_path)
+    ended_at(bfcl.Run, "log", 6, base, tmp_path)
     tiny_run(base, tmp_path)
     assert [event for event in told if "purge" in event] == [
         ("stage1", "purge", 0), ("stage2", "purge", 0), ("stage2", "purge", 2)]
@@ -2937,16 +2932,18 @@ def test_bfcl_tensorboard_is_told_from_which_step_on_points_are_made_again(base,
 # ----- what is refused: in one line, before --out is claimed
 
 
-OUT_OF_RANGE = """
---beta nan|--beta -0.1|--beta true|--temperature inf|--temperature 0|--failure-temperature 1e-300
---lr inf|--lr -1|--stage1-lr 0|--steps 1.5|--batch x|--batch 0|--stage1-batch 0|--p-high 2|--steps 0
---max-grad-norm 0|--epochs 0|--epochs 0x10|--checkpoint-every 0|--eval-every 0|--rollout-tokens 0
---tokens-per-pass 0|--seed -1|--seed 1e3|--limit -1|--updates 0|--clip 0|--max-turns 0|--max-tokens 0
---max-new-tokens 0|--group-size 0""".strip().replace("\n", "|").split("|")
+NUMBERS = {flag for flags in bfcl.SETTINGS.values() for flag, default, *_ in flags
+           if type(default) in (int, float)} | {"--epochs", "--batch"}
+MAY_BE_0 = {"--limit", "--seed", "--p-high", "--beta"}
 
 
 @pytest.mark.parametrize("flags, words", [
-    *[(flags, f"argument {flags.split()[0]}: must be a .*number from .* to ") for flags in OUT_OF_RANGE],
+    *[(f"{flag} {text}", f"{flag}: must be a (whole )?number from .* to .*, not '{text}'")
+      for flag in sorted(NUMBERS) for text in ("nan", "inf", "-1", "x", "1e300", "0")
+      if (flag, text) not in itertools.product(MAY_BE_0, "0")],
+    *[(flags, f"{flags.split()[0]}: must be a ") for flags in (
+        "--steps 1.5", "--seed 1e3", "--epochs 0x10", "--beta true", "--p-high 1.1", "--stage1-lr 2",
+        "--lr 1.1", "--temperature 0.001", "--failure-temperature 1e-300", f"--steps {10**400}")],
     ("--temperature inf", "--temperature: must be a number from 0.01 to 100, not 'inf'"),
     (f"--steps {10**400}", "--steps: must be a whole number from 1 to 1e[+]09"),
     ("--ratio product", "invalid choice"), ("--reward-tokens high medium", "invalid choice"),
@@ -2962,91 +2959,79 @@ def test_bfcl_flags_that_cannot_be_meant_are_refused(flags, words, capsys):
     assert re.search(words, capsys.readouterr().err.strip().split("\n")[-1])
 
 
-def altered(folder, to, name, edit):
-    """A copy with one file changed. edit: None deletes it, a number cuts it there, bytes take its place, a
-    dict changes the JSON in it; or a function of its bytes."""
-    file = shutil.copytree(folder, to) / name
+def edited(file, edit):
+    """None deletes it, a number cuts it there, bytes take its place, a dict changes the JSON in it; or a
+    function of its bytes."""
+    if edit is None:
+        return shutil.rmtree(file) if file.is_dir() else file.unlink()
     content = file.read_bytes()
-    file.unlink()  # it may be linked
-    if edit is not None:
-        changed = {int: lambda: content[:edit], bytes: lambda: edit,
-                   dict: lambda: json.dumps({**json.loads(content), **edit}).encode()}
-        file.write_bytes(changed.get(type(edit), lambda: edit(content))())
-    return to
-
-
-def with_model(name, edit):
-    return lambda base, run, tmp: ["--model", altered(base, tmp / "model", name, edit)]
-
-
-def with_stage1(*flags, folder="stage1", edit=bytes):
-    return lambda base, run, tmp: [
-        "--stage1", altered(run / folder, tmp / folder, "rcgrpo.json", edit), *flags]
-
-
-def with_run(name, edit, *flags, unfinished=("stage1", "model")):
-    def flags_of(base, run, tmp):
-        folder = altered(run, tmp / "run", name, edit)
-        for stage in unfinished:
-            shutil.rmtree(folder / stage)
-        return ["--out", folder, *flags]
-    return flags_of
+    if isinstance(edit, dict):
+        edit = json.dumps(json.loads(content) | edit).encode()
+    elif isinstance(edit, int):
+        edit = content[:edit]
+    file.write_bytes(edit(content) if callable(edit) else edit)
 
 
 LOWER = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                              "original_max_position_embeddings": 256}}
 NO_LLM, OLD = (kind().to_json_string(use_diff=False).encode() for kind in (Gemma3Config, GPT2Config))
-RATED = partial(with_run, unfinished=())
-REFUSED_FLAGS = [
+NO_MODEL, UNTRAINED = {"run/model": None}, {"run/model": None, "run/stage1": None}
+REFUSED_RUNS = [  # flags, what is changed in "base" and "run", words
     # models
-    ("--model no/such-model", "cannot be used: it must be a model on the hub or a folder with one"),
-    ("--stage1 /nowhere", "cannot be used"),
-    (with_model("chat_template.jinja", None), "no chat template"),
-    (with_model("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x), "on messages of system, user"),
-    (with_model("tokenizer.json", 999), "cannot be used"),
-    (with_model("config.json", b"[]"), "cannot be used"),
-    (with_model("config.json", {"model_type": "x"}), "cannot be used"),
-    (with_model("model.safetensors", 999), "cannot load a model"),
-    (with_model("config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
-     "cannot load a model .*no weights for"),
-    (with_model("config.json", {"max_position_embeddings": 4096}), "--max-tokens 8192: give 4096 or less"),
-    (with_model("config.json", LOWER), "give 256 or less"),
-    (with_model("config.json", NO_LLM), "more than a language model"),
-    (with_model("config.json", OLD), "no attribute 'layers'"),
+    ("--model no/such-model", {}, "cannot be used: it must be a model on the hub or a folder with one"),
+    ("--stage1 /nowhere", {}, "cannot be used"),
+    *[("--model base", {f"base/{name}": edit}, words) for name, edit, words in [
+        ("chat_template.jinja", None, "no chat template"),
+        ("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x, "on messages of system, user"),
+        ("tokenizer.json", 999, "cannot be used"),
+        ("config.json", b"[]", "cannot be used"),
+        ("config.json", {"model_type": "x"}, "cannot be used"),
+        ("model.safetensors", 999, "cannot load a model"),
+        ("config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+         "cannot load a model .*no weights for"),
+        ("config.json", {"max_position_embeddings": 4096}, "--max-tokens 8192: give 4096 or less"),
+        ("config.json", LOWER, "give 256 or less"),
+        ("config.json", NO_LLM, "more than a language model"),
+        ("config.json", OLD, "no attribute 'layers'")]],
     # the stage-1 model
-    (lambda base, run, tmp: ["--stage1", base], "never saw reward tokens"),
-    (with_stage1("--init", "sft"), "--init rctp, not sft"),
-    (with_stage1("--split", "paper"), "--split grouped, not paper"),
-    (with_stage1("--model", "other"), "not other"),
-    (with_stage1(folder="model"), "--rl rc-grpo, not none"),
-    (lambda base, run, tmp: ["--init", "none", "--split", "paper", "--model", run / "model"],
-     "grouped, not paper"),  # it may have seen the test tasks
-    (with_stage1(edit=b"[1]"), "rcgrpo.json is damaged: train"),
+    ("--stage1 base", {}, "never saw reward tokens"),
+    ("--stage1 run/stage1 --init sft", {}, "--init rctp, not sft"),
+    ("--stage1 run/stage1 --split paper", {}, "--split grouped, not paper"),
+    ("--stage1 run/stage1 --model other", {}, "not other"),
+    ("--stage1 run/model", {}, "--rl rc-grpo, not none"),
+    ("--init none --split paper --model run/model", {}, "grouped, not paper"),  # it may have seen the test
+    ("--stage1 run/stage1", {"run/stage1/rcgrpo.json": b"[1]"}, "rcgrpo.json is damaged: train"),
     # the run folder
-    (lambda base, run, tmp: ["--out", base / "config.json"], "config.json cannot be used"),
-    (lambda base, run, tmp: ["--out", base / "config.json" / "x"], "x cannot be used"),
-    (with_run("config.json", bytes, "--lr", "0.5"), "--lr was 0.001, now 0.5"),
-    (with_run("config.json", bytes, "--protocol", "turns"), "--protocol was 'combined', now 'turns'"),
-    (with_run("config.json", 40), "config.json is damaged: choose another"),
-    (with_run("data.json", -99), "data.json is damaged: delete it"),
-    (with_run("data.json", lambda x: x.replace(b"mask", b"musk")), "data.json is damaged: .*unexpected"),
-    (RATED("eval.json", b"{}", "--reward-tokens", "low"), "eval.json is damaged: .*'results'"),
-    (RATED("trajectories.jsonl", lambda x: b"{}\n" + x, "--reward-tokens", "low"), "line 1, is damaged"),
-    (with_run("metrics.jsonl", lambda x: x + b'{"a": 1}\n', unfinished=["model"]), "line 9, is .*'stage'"),
-    (with_run("metrics.jsonl", lambda x: b"\xff" + x, unfinished=["model"]), "line 1, is .*: delete it"),
-    (with_run("stage1/model.safetensors", 5000, unfinished=["model"]), "cannot load a model from .*stage1"),
-    ("--max-tokens 50", "no training task fits into --max-tokens 50"),
+    ("--out base/config.json", {}, "config.json cannot be used"),
+    ("--out base/config.json/x", {}, "x cannot be used"),
+    ("--out run --lr 0.5", UNTRAINED, "--lr was 0.001, now 0.5"),
+    ("--out run --protocol turns", {}, "--protocol was 'combined', now 'turns'"),
+    ("--out run", {"run/config.json": 40}, "config.json is damaged: choose another"),
+    ("--out run", UNTRAINED | {"run/data.json": -99}, "data.json is damaged: delete it"),
+    ("--out run", UNTRAINED | {"run/data.json": lambda x: x.replace(b"mask", b"musk")},
+     "data.json is damaged: .*unexpected"),
+    ("--out run --reward-tokens low", {"run/eval.json": b"{}"}, "eval.json is damaged: .*'results'"),
+    ("--out run --reward-tokens low", {"run/trajectories.jsonl": lambda x: b"{}\n" + x},
+     "line 1, is damaged"),
+    ("--out run", NO_MODEL | {"run/metrics.jsonl": lambda x: x + b'{"a": 1}\n'}, "line 9, is .*'stage'"),
+    ("--out run", NO_MODEL | {"run/metrics.jsonl": lambda x: b"\xff" + x}, "line 1, is .*: delete it"),
+    ("--out run", NO_MODEL | {"run/stage1/model.safetensors": 5000}, "cannot load a model from .*stage1"),
+    ("--max-tokens 50", {}, "no training task fits into --max-tokens 50"),
 ]
 CLAIMED = "cannot load a model", "no training task"  # only the attempt shows
 
 
-@pytest.mark.parametrize("flags, words", REFUSED_FLAGS, ids=[words for _, words in REFUSED_FLAGS])
+@pytest.mark.parametrize("flags, edits, words", REFUSED_RUNS, ids=[words for *_, words in REFUSED_RUNS])
 def test_bfcl_what_cannot_work_is_refused_in_one_line_before_anything_is_written(
-        base, whole_run, tmp_path, flags, words):
-    flags = flags.split() if isinstance(flags, str) else flags(base, whole_run, tmp_path)
-    said = refused(base, tmp_path / "x", *flags)
+        base, whole_run, tmp_path, monkeypatch, flags, edits, words):
+    monkeypatch.chdir(tmp_path)
+    for name, folder in (("base", base), ("run", whole_run)):
+        shutil.copytree(folder, name)
+    for name, edit in edits.items():
+        edited(Path(name), edit)
+    said = refused(base, "x", *flags.split())
     assert re.search(words, said), said
-    assert words.startswith(CLAIMED) or not (tmp_path / "x").exists()
+    assert words.startswith(CLAIMED) or not Path("x").exists()
 
 
 def test_bfcl_batches_that_processes_cannot_share_are_refused(base, monkeypatch):
@@ -3389,14 +3374,6 @@ def ask(env, tool, **arguments) -> str:
 
 def names(env) -> set:
     return {tool["function"]["name"] for tool in env.tools}
-
-
-def test_bfcl_tasks_come_in_order_and_untouched():
-    assert [t["id"] for t in TASKS] == [f"multi_turn_{c}_{i}" for c in bfcl.CATEGORIES for i in range(200)]
-    for folder in ("", "possible_answer/"):
-        with open(bfcl.bfcl_data() / f"{folder}BFCL_v4_multi_turn_miss_func.json") as file:
-            raw = json.loads(file.readlines()[17])
-        assert raw.items() <= task_of("miss_func_17").items()
 
 
 @pytest.mark.parametrize("kind, leaks, counts", [("paper", 77, [18, 23, 17, 22]), ("grouped", 0, [20] * 4)])
@@ -3928,28 +3905,26 @@ def test_bfcl_arguments_are_equal_by_one_rule(given, gold, equal):
     assert bfcl.same_value(given, gold) is equal and bfcl.same_value(gold, given) is equal
 
 
-def test_bfcl_done_and_silence_end_an_episode_and_what_follows_done_is_not_run():
-    first, env = ("cd", {"folder": "document"}), opened("base_0")
-    assert env.step(say(first, ("done", {}), ("cd", {"folder": "temp"}))) is None and env.calls == [first]
+PWD = say(("pwd", {}))
+
+
+@pytest.mark.parametrize("protocol, texts, reward, reason, calls", [
+    ("combined", [say(("cd", {"folder": "document"}), ("done", {}), ("cd", {"folder": "temp"}))], 0,
+     "gold call not made: mkdir", 1),  # what follows done() is not run
+    ("combined", ["I cannot do this."], 0, "gold call not made", 0),
+    ("combined", ["<tool_call>{oops</tool_call>"], 0, "the episode did not end", 0),  # it is not silent
+    ("combined", [PWD] * 200, 0, "step limit reached", 4 * 20),
+    ("turns", [PWD] * 200, 0, "turn 0: ", 20 + 1),
+    ("turns", [say(("done", {}))], 0, "the episode did not end", 0),  # the leaderboard has no such tool
+    # each turn has steps of its own
+    ("turns", [text for turn in range(4) for text in (f"gold {turn}", *[PWD] * 15, "Well.")], 1, "ok", 70)])
+def test_bfcl_an_episode_ends_by_done_by_silence_or_at_the_step_limit(protocol, texts, reward, reason, calls):
+    gold = {f"gold {turn}": say(*calls) for turn, calls in enumerate(bfcl.gold_turns(task_of("base_0")))}
+    env = play("base_0", [gold.get(text, text) for text in texts], protocol)
+    assert env.reward() == reward and env.reason.startswith(reason) and len(env.calls) == calls
     env.close()
-    assert env.reason.startswith("gold call not made: mkdir") and len(env.log) == 4 and env._instances is None
+    assert env.reason.startswith(reason) and len(env.calls) == calls and env._instances is None
     assert env.reset() == env.log and len(env.log) == 2 and env.calls == [] and env.reward() == 0
-    assert play("base_0", ["I cannot do this."]).reason.startswith("gold call not made")
-    assert play("base_0", ["<tool_call>{oops</tool_call>"]).reason == "the episode did not end"  # not silent
-    assert "no tool named 'done'" in ask(opened("base_0", "turns"), "done")  # the leaderboard has none
-
-
-@pytest.mark.parametrize("protocol, steps", [("combined", 4 * 20), ("turns", 20 + 1)])
-def test_bfcl_a_policy_that_calls_for_ever_is_stopped_at_the_step_limit(protocol, steps):
-    env = play("base_0", [say(("pwd", {}))] * 200, protocol)
-    assert len(env.calls) == steps and env.reward() == 0 and env.log[-1]["role"] == "tool"
-    assert env.reason == "step limit reached" or protocol == "turns"
-
-
-def test_bfcl_each_turn_has_steps_of_its_own():
-    texts = expert_turns(task_of("base_0"), "turns")
-    assert play("base_0", [each for text in texts for each in (
-        [text, *[say(("pwd", {}))] * 15] if parse_tool_calls(text) else [text])], "turns").reward() == 1
 
 
 @pytest.mark.parametrize("protocol", ["combined", "turns"])
@@ -4086,16 +4061,11 @@ def test_bfcl_sharded_processes_make_ones_update_and_sample_differently(tmp_path
 
 
 def test_bfcl_copies_have_the_buffers_too():
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1,
-        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
-    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(1, 40)[None]
-    copied = copy.deepcopy(model)
-    for bias in [buffer for name, buffer in model.named_buffers() if "bias" in name]:
-        bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
-    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
-    assert torch.equal(bfcl.refresh(copied, model)(ids).logits, model(ids).logits)
+    model, copied = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+    model(torch.randn(9, 4))  # moves its running mean and variance
+    assert not torch.equal(copied.running_mean, model.running_mean)
+    copied = bfcl.refresh(copied, model).state_dict()
+    assert all(torch.equal(copied[name], value) for name, value in model.state_dict().items())
 
 
 def test_bfcl_weights_are_trained_in_fp32_and_sampled_and_saved_as_they_compute(base, tmp_path, monkeypatch):
@@ -4121,9 +4091,8 @@ def failing_run(place, folder):
     def pipeline(s, env):
         model = bfcl.shard(policy_model(400))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        if bfcl.RANK == 1:
-            owner, name = {"update": (rcgrpo, "clipped_policy_loss"), "rollout": (Echo, "step"),
-                           "save": (bfcl, "get_state_dict"), "nowhere": (Echo, "nothing")}[place]
+        if bfcl.RANK == 1 and place:
+            owner, name = (rcgrpo, "clipped_policy_loss") if place == "update" else (bfcl, "get_state_dict")
             setattr(owner, name, fails)
         rcgrpo_step(model, None, optimizer, [0], lambda task: Echo(), lambda prompts: [
             [7 + row, END] for row in range(len(prompts))], TOKENIZER, G=2, p=None, beta=0)
@@ -4131,34 +4100,21 @@ def failing_run(place, folder):
 
     bfcl.pipeline = pipeline
     bfcl.main(["--out", str(folder)])
-    assert place == "nowhere"  # whoever fails ends at once
+    assert not place  # whoever fails ends at once
 
 
-@pytest.mark.parametrize("place", ["update", "rollout", "save", "nowhere"])
+@pytest.mark.parametrize("place", ["update", "save", None])
 def test_bfcl_a_process_that_fails_ends_while_the_other_waits_for_it(tmp_path, place):
     start = time.monotonic()
     codes = launch(2, failing_run, place, tmp_path)
-    assert codes == [0, 0] if place == "nowhere" else codes[1] == 1 and codes[0] != 0
+    assert codes[1] == 1 and codes[0] != 0 if place else codes == [0, 0]
     assert time.monotonic() - start < 40
-
-
-def main_that_dies(stage, step, base, out, *flags):
-    """A tiny run that dies just after that step."""
-    log = bfcl.Run.log
-
-    def dies(run, *place_and_more):
-        log(run, *place_and_more)
-        if place_and_more[:2] == (stage, step):
-            os._exit(9)
-
-    bfcl.Run.log = dies
-    tiny_run(base, out, *flags)
 
 
 def test_bfcl_two_processes_go_on_to_the_same_end_and_one_may_take_over(whole_run, base, tmp_path):
     whole, killed, alone = (tmp_path / name for name in ("whole", "killed", "alone"))
     assert launch(2, tiny_run, base, whole) == [0, 0]
-    assert 9 in launch(2, main_that_dies, "stage2", 2, base, killed)
+    assert 1 in launch(2, ended_at, bfcl.Run, "log", 6, base, killed)
     shutil.copytree(killed, alone)
     assert launch(2, tiny_run, base, killed) == [0, 0]
     assert_same_run(whole, killed)
@@ -4399,8 +4355,8 @@ def test_bfcl_what_the_plan_says_is_held_is_what_a_model_holds(n, offload, base,
 # it actions, E the longest real tasks, D the limit of 16,384 tokens each, nearly all of them actions.
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
           "E": (2344, 14040, 420)}
-PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 4, False, 70), ("7B", QWEN_7B, 1, True, 60),
-          ("1.5B", QWEN_1_5B, 1, False, 45), ("1.5B", QWEN_1_5B, 1, True, 24)]  # GiB on each GPU, at most
+PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 1, True, 60), ("1.5B", QWEN_1_5B, 1, False, 45),
+          ("7B", QWEN_7B, 4, False, 70)]  # GiB on each GPU, at most
 
 
 class PeakMemory(TorchDispatchMode):
@@ -4476,6 +4432,8 @@ def fake_gpus(n, config, offload=False):
             (torch.nn.functional, "scaled_dot_product_attention", attention), (torch.Tensor, "to", copied),
             (torch.Tensor, "pin_memory", lambda tensor: tensor),
             (torch.UntypedStorage, "resize_", lambda *given: memory.resize(*given)),
+            # as on a GPU, where DTensor plans on fake tensors of its own: ours it would take for real ones
+            (torch.distributed.tensor._sharding_prop, "detect_fake_mode", lambda: None),
         ):
             patch.setattr(owner, name, fake)
         model, ref_model, actor = (Qwen2ForCausalLM(Qwen2Config(**config)) for _ in range(3))
@@ -4533,7 +4491,7 @@ def print_memory():
               + ", ".join(f"{shape} {peak:.1f}" for shape, peak in found.items()), flush=True)
 
 
-@pytest.mark.parametrize("name, config, n, offload, limit", PLACES[:4])
+@pytest.mark.parametrize("name, config, n, offload, limit", PLACES[:3])
 def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
     """By three layers and four, as memory grows by the same with every layer. print_memory() has all 28 of
     them and the other shapes, which need less."""
@@ -4545,14 +4503,14 @@ def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
 
 
 def test_bfcl_a_smoke_run_makes_its_own_model_and_rewards_and_its_flags_count(tmp_path, capsys):
-    bfcl.main(["--smoke", "--protocol", "turns", "--ratio", "trajectory", "--limit", "2", "--out", tmp_path,
-               "--reward-tokens", "low", "--hindsight", "--sampler", "continuous"])
+    bfcl.main([*"--smoke --protocol turns --ratio trajectory --limit 1 --batch 2 --reward-tokens low".split(),
+               "--hindsight", "--sampler", "continuous", "--out", tmp_path])
     made, report = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "eval.json"))
-    assert (made["--ratio"], made["--limit"], made["--model"]) == ("trajectory", 2, f"{tmp_path}/tiny")
-    assert report["protocol"] == "turns" and re.search("low +0.00 [(]0/2[)]", capsys.readouterr().out)
+    assert (made["--ratio"], made["--limit"], made["--model"]) == ("trajectory", 1, f"{tmp_path}/tiny")
+    assert report["protocol"] == "turns" and re.search("low +0.00 [(]0/1[)]", capsys.readouterr().out)
     steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["stage"] == "stage2"]
     assert len(steps) == 2 and any(step["grad_norm"] > 0 for step in steps)
-    assert all(step["hindsight_count"] == round(step["reward"] * 12) for step in steps)
+    assert all(step["hindsight_count"] == round(step["reward"] * 6) for step in steps)
     assert weights(tmp_path / "model")  # loads with transformers alone
 
 

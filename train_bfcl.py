@@ -39,7 +39,7 @@ SETTINGS = {
     "this call": [
         ("--out", "runs/bfcl", TEXT, "folder of the run"),
         ("--plan", False, YES_OR_NO, "print tasks, steps and bytes, and exit"),
-        ("--smoke", False, YES_OR_NO, "few tasks and steps, a tiny random model; other flags count as well"),
+        ("--smoke", False, YES_OR_NO, "a tiny model, a made-up R; other flags count"),
         ("--reward-tokens", list(REWARD_TOKENS), list(REWARD_TOKENS), "what to evaluate under"),
     ],
     "arm": [
@@ -142,7 +142,7 @@ def number(kind, low, high):
 # Each of several processes runs all of this with its share of the work, mine(items); from_all(items) is what
 # they all have. One process has all the work.
 def pipeline(s, train_env):
-    """data -> stage 1 -> stage 2, in envs of the kind train_env -> evaluation, but for what --out holds."""
+    """data -> stage 1 -> stage 2 -> evaluation, but for what --out holds. train_env: the envs of stage 2."""
     train, test = choose_tasks(s)
     tokenizer = check_everything(s)  # before --out is claimed
     run = Run(s)
