@@ -2886,9 +2886,12 @@ def test_bfcl_a_run_that_was_ended_goes_on_to_the_same_end(whole_run, base, tmp_
 def test_bfcl_what_is_there_is_not_made_again(whole_run, base, tmp_path):
     out = shutil.copytree(whole_run, tmp_path / "x")
     shutil.rmtree(out / "stage1")  # which nothing needs any more
+    (out / "mine").mkdir()
+    (out / "mine" / ".other.part").touch()  # somebody else's
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bfcl, "load_model", None)
         tiny_run(base, out)
+    shutil.rmtree(out / "mine")
     for names in (["low"], ["none", "low"]):  # what was evaluated before stays
         tiny_run(base, out, "--reward-tokens", *names)
     before, after = (json.loads((run / "eval.json").read_text())["results"] for run in (whole_run, out))
@@ -3050,7 +3053,7 @@ def data_run(base, tmp_path, *flags):
     return s, bfcl.choose_tasks(s)[0], bfcl.check_everything(s), bfcl.Run(s)
 
 
-def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(base, tmp_path, monkeypatch):
+def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_end_fail_fit(base, tmp_path, monkeypatch):
     s, train, tokenizer, _ = data_run(base, tmp_path, "--limit", "6", "--failures", "rollout")
     real, sampled = bfcl.rollout, {}
 
@@ -3058,7 +3061,9 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
         played = real(envs, reward_tokens, policy, *args, **kwargs)
         if policy is scribble:
             played = [replace(t, reward=float(row % 2)) for row, t in enumerate(played)]
-            s.max_tokens = max(len(t.ids) for t in played[::2]) + 10  # the label needs 11: one has no room
+            shortest, _, longest = sorted(played[::2], key=lambda t: len(t.ids))
+            shortest.truncated = True
+            s.max_tokens = len(longest.ids) + 10  # the label needs 11: it has no room
             sampled.update((t.group, t) for t in played)
         return played
 
@@ -3074,7 +3079,7 @@ def test_bfcl_rollouts_of_the_base_model_become_failures_if_they_fail_and_fit(ba
         assert t.ids[: len(prompt)] == prompt and t.mask[: len(prompt)] == [0] * len(prompt)
         assert (t.reward_token, t.reward) == (LOW, 0) and len(t.ids) <= s.max_tokens
     kept = [sampled[t.group].reward for t in failures if t.action_ids == sampled[t.group].action_ids]
-    assert kept == [0, 0]  # of six: three were right, one has no room for the label
+    assert kept == [0]  # of six: three were right, one ran into a limit, one has no room for the label
 
 
 def test_bfcl_experts_too_long_for_the_limit_are_left_out_and_counted(base, tmp_path, capsys):
@@ -3257,8 +3262,9 @@ LIMITS, PASSES = {"max_turns": 29, "max_tokens": 9001}, {"tokens_per_pass": 99, 
 GIVEN = {  # what each place is given at every call
     "failures": {"temperature": 0.3, "tokens": {None}, "env": BFCLEnv, "limits": LIMITS},
     "actor": {"temperature": 0.6},
-    "watching": {"temperature": 0, "tokens": {HIGH}, "env": LeaderboardEnv, "limits": LIMITS, "seed": None},
-    "evaluation": {"temperature": 0, "env": LeaderboardEnv, "limits": LIMITS, "seed": None},
+    "watching": {"tokens": {HIGH}},
+    "evaluation, watching": {"temperature": 0, "env": LeaderboardEnv, "seed": None,
+                             "limits": {**LIMITS, "max_turns": 10**9}},  # this env has one for each turn
     "failures, actor, watching, evaluation": {"max_new_tokens": 33, "cache": (7777, None)},
     "stage 1": {"optimizer": ("AdamW", 2e-3, 0), "settings": PASSES},
     "stage 2": {"optimizer": ("AdamW", 2e-4, 0), "sampling": (6, 0.25, True), "reference": 3,
@@ -3309,6 +3315,7 @@ def test_bfcl_everybody_has_tasks_and_draws_of_its_own(recorded, base, tmp_path)
     assert other["stage 2: reference"] == [None] * 3 and "failures: model" not in other
     assert len({*other["actor: seed"], *seeds}) == 10  # of another --seed
     assert other["evaluation: seed"] == [0] * 3
+    assert other["evaluation: limits"] == [{"max_turns": 30, "max_tokens": 8192}] * 3  # over all turns
     assert [len(tasks) for tasks in other["evaluation: tasks"]] == [3] * 3
 
 
@@ -4274,9 +4281,8 @@ def test_bfcl_it_is_taken_on_a_gpu_with_any_flash_attention_with_cuda_graphs_for
         two, three, monkeypatch, continuous):
     monkeypatch.setattr(bfcl, "is_flash_attn_2_available", lambda kernels_fallback_ok: two)
     monkeypatch.setattr(bfcl, "is_flash_attn_3_available", lambda kernels_fallback_ok: three)
-    for sampler, gpu, taken in (("auto", True, two or three), ("auto", False, False), ("plain", True, False),
-                                ("continuous", False, True)):
-        assert bfcl.is_continuous(bfcl.parse_arguments(["--sampler", sampler]), gpu) == taken
+    for sampler, taken in (("auto", two or three), ("plain", False), ("continuous", True)):
+        assert bfcl.is_continuous(bfcl.parse_arguments(["--sampler", sampler])) == taken
     given, manager = [], SimpleNamespace(start=lambda: None, stop=lambda hard_stop: None)
     model = SimpleNamespace(config=tiny_model(50).config, eval=lambda: model)
     model.init_continuous_batching = lambda generation, *more: given.extend(more) or manager
@@ -4305,7 +4311,7 @@ def test_bfcl_the_plan_counts_without_loading_a_model(base, tmp_path, capsys, mo
     printed = capsys.readouterr().out
     for words in ("3 for training, 3 for the test, split paper; ", "training task with the same gold calls",
                   "stage 1: 5 steps of 16 of 6 trajectories", "stage 2: 400 steps of 256 tasks of 5 rollouts",
-                  "GiB on each GPU: fp32 weights", "README's table"):
+                  "GiB on each GPU: fp32 weights", "cache of the plain sampler", "see \"BFCL on GPUs\""):
         assert words in printed, words
     bfcl.main([*flags, "--init", "none", "--rl", "none", "--max-tokens", "100"])
     printed = capsys.readouterr().out
@@ -4321,13 +4327,13 @@ def count_held(base, tmp_path, offload):
     s = settings(base, tmp_path, *["--offload"] * offload)
     with bfcl.process_group(), pytest.MonkeyPatch.context() as patch:
         tokenizer = bfcl.check_everything(s)
-        plan = bfcl.held(s, bfcl.outline(str(base), tokenizer))
+        plan = bfcl.bytes_held(s, bfcl.outline(str(base), tokenizer))
         assert offload == next(iter(plan)).startswith("in the host's memory: fp32 weights")
-        *trained, actor, ref, cache, disk = plan.values()
+        *trained, actor, ref, cache, loading, disk = plan.values()
         model = bfcl.shard(bfcl.load_model(base, tokenizer), offload)
         patch.setattr(bfcl, "COMPUTE_DTYPE", torch.bfloat16)
         frozen = bfcl.load_frozen(base, tokenizer)
-        assert actor == size(frozen.parameters())
+        assert actor == size(frozen.parameters()) == loading / 2 / bfcl.SIZE
         layers = frozen(torch.tensor([[1]])).past_key_values.layers
         assert cache == s.rollout_tokens * size(x for layer in layers for x in (layer.keys, layer.values))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -4516,7 +4522,7 @@ def test_bfcl_a_smoke_run_makes_its_own_model_and_rewards_and_its_flags_count(tm
 
 def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_missing(monkeypatch, capsys):
     def execve(python, argv, environment):
-        assert (python, *argv[2:]) == (argv[0], "--lr", "0.1") and environment["PYTHONHASHSEED"] == "0"
+        assert (python, *argv[1::2]) == (argv[0], "-u", "--lr") and environment["PYTHONHASHSEED"] == "0"
         raise MemoryError(environment["PYTORCH_ALLOC_CONF"])
 
     monkeypatch.setattr(sys, "argv", ["train_bfcl.py", "--lr", "0.1"])
@@ -4528,10 +4534,14 @@ def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_mis
         with pytest.raises(end, match=words):
             importlib.import_module("runpy").run_path(str(HERE / "train_bfcl.py"), run_name="__main__")
     monkeypatch.undo()
-    monkeypatch.setattr(bfcl, "pipeline", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
-    with pytest.raises(torch.OutOfMemoryError):
-        bfcl.main([])
-    assert "Out of memory: lower --tokens-per-pass or --rollout-tokens" in capsys.readouterr().err
+    gpu, host = torch.OutOfMemoryError("CUDA out of memory"), MemoryError()
+    wrapped = rcgrpo.RolloutError(f"turn 1: {gpu!r}"), RuntimeError(f"batching: {gpu}")
+    for error in (gpu, host, *wrapped, KeyError("x")):
+        monkeypatch.setattr(bfcl, "pipeline", lambda *_, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            bfcl.main([])
+        told = "Out of memory: lower --tokens-per-pass or --rollout-tokens" in capsys.readouterr().err
+        assert told == (type(error) is not KeyError)
 
 
 # ===== README.md: every command has flags that exist, every piece of code runs =====

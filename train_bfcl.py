@@ -140,13 +140,13 @@ def number(kind, low, high):
 
 # ===== 2. The pipeline ======================================================================================
 # Each of several processes runs all of this with its share of the work, mine(items); from_all(items) is what
-# they all have. One process has all the work.
+# they all have, `say` prints on the first, RANK 0 (section 13). One process has all the work.
 def pipeline(s, train_env):
     """data -> stage 1 -> stage 2 -> evaluation, but for what --out holds. train_env: the envs of stage 2."""
     train, test = choose_tasks(s)
     tokenizer = check_everything(s)  # before --out is claimed
     run = Run(s)
-    with run.lock:
+    with run.lock:  # taken already; let go at the end
         own_stage1 = s.init != "none" and not s.stage1
         start = run.folder / "stage1" if own_stage1 else Path(s.stage1 or s.model)  # of stage 2
         final = start if s.rl == "none" else run.folder / "model"
@@ -187,9 +187,9 @@ def make_data(run: Run, s, train: list[dict], tokenizer) -> list[Trajectory]:
     data = sorted(from_all(data), key=lambda t: (t.group, t.reward_token or ""))
     if not data:
         raise SystemExit(f"no training task fits into --max-tokens {s.max_tokens}: raise it")
-    good, tokens = sum(t.reward == 1 for t in data), sum(len(t.ids) for t in data)
-    say(f"data: {good} expert and {len(data) - good} failure trajectories, {tokens:,} tokens; left out, "
-        f"longer than --max-tokens: {len(train) - good} tasks")
+    good, bad = ([sum(t.mask) for t in data if t.reward == R] for R in (1, 0))  # action tokens of each
+    say(f"data: {len(good)} expert and {len(bad)} failure trajectories, of {sum(good):,} and {sum(bad):,} "
+        f"action tokens; left out, longer than --max-tokens: {len(train) - len(good)} tasks")
     write_whole(file, "[" + ",\n".join(json.dumps(vars(t)) for t in data) + "]\n")
     return data
 
@@ -207,18 +207,19 @@ def make_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
     rest = [task for task in tasks if task["id"] not in failed]
     corrupted = [corrupt_expert(task, s, tokenizer)
                  for task in tqdm(rest, "corrupted experts", disable=RANK > 0)]
-    say(f"failures: {total(len(sampled))} rollouts of the base model, "
-        f"{total(len(corrupted))} corrupted experts")
+    n_sampled, n_corrupted = total(len(sampled)), total(len(corrupted))
+    say(f"failures: {n_sampled} rollouts of the base model, {n_corrupted} corrupted experts")
     return sampled + corrupted
 
 
 def sample_failures(s, tasks: list[dict], tokenizer) -> list[Trajectory]:
-    """What the base model does wrong. It never saw a reward token: it rolls out without, and eq. 1 labels."""
+    """What the base model does wrong: rolled out without a reward token, which it never saw; eq. 1 labels.
+    What ran into a limit is left out: long, and a lesson in not stopping."""
     draws = seeded(s.seed, "failures", RANK)
     policy = make_policy(s, load_frozen(s.model, tokenizer), tokenizer, s.failure_temperature, draws)
     envs, names = [BFCLEnv(task) for task in tasks], [task["id"] for task in tasks]
     played = rollout(envs, [None] * len(tasks), policy, tokenizer, names, **s.rollout_limits)
-    labelled = [label_by_reward(t, tokenizer) for t in played if t.reward == 0 and any(t.mask)]
+    labelled = [label_by_reward(t, tokenizer) for t in played if t.reward == 0 and not t.truncated]
     return [t for t in labelled if len(t.ids) <= s.max_tokens]
 
 
@@ -238,10 +239,10 @@ from rcgrpo import hindsight_step, rcgrpo_step, rctp_step
 def share(items: list, batch: int, step: int, seed: int, name: str) -> list:
     """This process's part of batch number `step`. Items are shuffled anew in each pass, whose last batch is
     filled up from its beginning: all batches, and so all parts, have one size."""
-    passed, number = divmod(step, math.ceil(len(items) / batch))
+    passed, index = divmod(step, math.ceil(len(items) / batch))
     order = list(range(len(items)))
     random.Random(f"{seed} {name} {passed}").shuffle(order)
-    return mine([items[order[(number * batch + i) % len(items)]] for i in range(batch)])
+    return mine([items[order[(index * batch + i) % len(items)]] for i in range(batch)])
 
 
 def train_stage1(run: Run, s, data: list[Trajectory], tokenizer):
@@ -252,7 +253,7 @@ def train_stage1(run: Run, s, data: list[Trajectory], tokenizer):
         trajectories = share(data, s.stage1_batch, step, s.seed, "stage1")
         metrics = rctp_step(model, optimizer, trajectories, **s.step_limits)
         run.log("stage1", step, metrics)
-    run.finish("stage1", refresh(load_frozen(s.model, tokenizer), model), tokenizer)
+    run.finish("stage1", refresh(load_frozen(s.model, tokenizer), model), tokenizer)  # a plain copy
 
 
 def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], tokenizer, train_env):
@@ -261,8 +262,8 @@ def train_stage2(run: Run, s, start: Path, train: list[dict], test: list[dict], 
     ref_model = shard(load_frozen(start, tokenizer)) if s.beta else None
     actor = load_frozen(start, tokenizer)  # rollouts need all weights in one place
     optimizer = torch.optim.AdamW(model.parameters(), s.lr, weight_decay=0)
-    one_token = 1.0 if s.init == "rctp" else None  # plain GRPO: high in all rollouts after RCTP, else none
-    p = s.p_high if s.rl == "rc-grpo" else one_token
+    # plain GRPO: high in all rollouts after RCTP, else no token
+    p = s.p_high if s.rl == "rc-grpo" else 1.0 if s.init == "rctp" else None
     for step in run.steps("stage2", s.steps, model, optimizer):
         refresh(actor, model)
         watched = watch(s, actor, test, tokenizer) if step % s.eval_every == 0 else {}
@@ -313,7 +314,8 @@ def play_tasks(s, tasks: list[dict], policy, tokenizer, name: str, progress=None
     """What comes out under the reward token of this name, ready for JSON."""
     envs = [BFCLEnv(task) if s.protocol == "combined" else LeaderboardEnv(task) for task in tasks]
     tokens = [REWARD_TOKENS[name]] * len(tasks)
-    played = rollout(envs, tokens, policy, tokenizer, progress=progress, **s.rollout_limits) if tasks else []
+    limits = s.rollout_limits | ({"max_turns": 10**9} if s.protocol == "turns" else {})  # its env has its own
+    played = rollout(envs, tokens, policy, tokenizer, progress=progress, **limits) if tasks else []
     lines = []
     for task, env, t in zip(tasks, envs, played, strict=True):
         reason = "ran into --max-tokens, --max-new-tokens or --max-turns" if t.truncated else env.reason
@@ -329,7 +331,8 @@ def watch(s, model, test: list[dict], tokenizer) -> dict:
     policy, name = make_policy(s, model, tokenizer, 0), own_reward_token(s.init, s.rl)
     k = total(sum(line["reward"] == 1 for line in play_tasks(s, mine(some), policy, tokenizer, name)))
     low, high = wilson(k, len(some))
-    return {"test_success": k / len(some), "test_low": low, "test_high": high, "test_tasks": len(some)}
+    return {"test_success": k / len(some), "test_tasks": len(some),
+            "test_95_from": low, "test_95_to": high}
 
 
 def own_reward_token(init: str, rl: str) -> str:
@@ -366,7 +369,8 @@ def table(report: dict) -> str:
                      f"{100 * low:.1f} - {100 * high:.1f}", *(cell(tallied.get(c)) for c in CATEGORIES)])
     absent = "" if own in report["results"] else " (not evaluated: see --reward-tokens)"
     return "\n".join([
-        report["arm"], *("".join(f"{text:16}" for text in row).rstrip() for row in rows),
+        f"{report['arm']}, protocol {report['protocol']}",
+        *("".join(f"{text:16}" for text in row).rstrip() for row in rows),
         f"* the reward token that this arm is trained to be used under: {own}{absent}",
         f"split {report['split']}: {report['leaked']} test tasks with the gold calls of a training task"])
 
@@ -1001,6 +1005,8 @@ def shard(model, offload: bool = False):
     mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     mixed = MixedPrecisionPolicy(COMPUTE_DTYPE, torch.float32)
     policy = CPUOffloadPolicy(pin_memory=CUDA) if offload else OffloadPolicy()
+    if offload and CUDA:  # AdamW is the host's work then, and torchrun leaves each process one thread
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if CUDA:
         model.activation_checkpointing_enable()
     for module in [*model.get_decoder().layers, model]:
@@ -1022,8 +1028,12 @@ def refresh(plain, model):
 
 # ===== 14. Models ===========================================================================================
 import gc
+import logging
 
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rcgrpo import add_reward_tokens, chat_format, context_length, model_policy
 
@@ -1052,27 +1062,20 @@ def load_frozen(path, tokenizer):
 def make_policy(s, model, tokenizer, temperature: float, generator=None):
     """rcgrpo's policy or continuous batching, which is faster with flash attention and slower without. Its
     cache is not padded; three times as large, it holds a step of the paper's on eight GPUs."""
-    if not is_continuous(s, CUDA):
+    if not is_continuous(s):
         return model_policy(model, tokenizer, temperature, s.max_new_tokens, generator, s.rollout_tokens)
     stop_ids, seed = chat_format(tokenizer).stop_ids, generator.initial_seed() if generator else 0
     cache_tokens = max(3 * s.rollout_tokens, s.max_tokens + s.max_new_tokens)
     return ContinuousPolicy(model, stop_ids, temperature, s.max_new_tokens, seed, cache_tokens, s.max_tokens)
 
 
-def is_continuous(s, gpu: bool) -> bool:
-    return s.sampler == "continuous" or s.sampler == "auto" and gpu and has_flash()
+def is_continuous(s) -> bool:
+    return s.sampler == "continuous" or s.sampler == "auto" and has_flash()
 
 
 def has_flash() -> bool:
     return any(there_is(kernels_fallback_ok=True) for there_is in (is_flash_attn_2_available,
                                                                    is_flash_attn_3_available))
-
-
-import logging
-
-from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching.utils import WorkloadHints
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 
 class ContinuousPolicy:
@@ -1088,8 +1091,8 @@ class ContinuousPolicy:
     def __init__(self, model, stop_ids, temperature, max_new_tokens, seed, cache_tokens, max_tokens):
         # All that shapes the draws; the model's own generation config is not read. top_k 0, top_p 1: no cut.
         draw = {"temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
-        self.generation = GenerationConfig(do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens,
-                                           eos_token_id=sorted(stop_ids))
+        self.generation = transformers.GenerationConfig(
+            do_sample=temperature != 0, **draw, max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids))
         self.model, self.temperature, self.cache_tokens = model, temperature, cache_tokens
         self.max_tokens = min(max_tokens, context_length(model.config))
         self.seeds, self.manager = torch.Generator().manual_seed(seed), None
@@ -1118,7 +1121,7 @@ class ContinuousPolicy:
         return [outputs[request].generated_tokens for request in requests]
 
     def _start(self, prompts):
-        config = ContinuousBatchingConfig(
+        config = transformers.ContinuousBatchingConfig(
             page_size=self.PAGE,
             num_blocks=math.ceil(self.cache_tokens / self.PAGE),  # the default is 90 % of the free memory
             max_batch_tokens=min(max(sum(map(len, prompts)), self.PAGE), 2048),  # a mask: this x cache
@@ -1153,6 +1156,8 @@ def check_everything(s):
         config = outline(source, tokenizer).config
     if s.max_tokens > (most := context_length(config)):
         raise SystemExit(f"{source} cannot read --max-tokens {s.max_tokens}: give {most} or less")
+    if CUDA and not is_continuous(s):
+        say("the plain sampler is several times slower than the continuous one: pip install kernels")
     if s.stage1 and s.init == "rctp" and not getattr(config, "reward_token_ids", None):
         raise SystemExit(f"--stage1 {source} never saw reward tokens, and --init rctp needs a model that did")
     return tokenizer
@@ -1184,7 +1189,7 @@ def check_origin(s):
     asked = {"--split": s.split}  # on another split it may have seen the test tasks
     if s.stage1:
         asked |= {"--init": s.init, "--rl": "none", "--model": s.model}
-    made = {**asked, **read_origin(source)}
+    made = {**asked, **read_origin(source)}  # what is not recorded counts as asked
     if wrong := [f"{flag} {made[flag]}, not {value}" for flag, value in asked.items() if made[flag] != value]:
         raise SystemExit(f"{source} was made with {'; '.join(wrong)}: take another model, or these flags")
 
@@ -1221,16 +1226,17 @@ class Run:
                        for flag, value in self.settings.items() if before.get(flag) != value]:
             raise SystemExit(f"{self.folder} holds a run with other settings: {'; '.join(changed)}. "
                              "Choose another --out, or repeat the settings of that run.")
-        for part in list(self.folder.glob("**/.*.part")) if RANK == 0 else ():  # a run was killed then
+        parts = [*self.folder.glob(".*.part"), *self.folder.glob("checkpoints/.*.part")]
+        for part in parts if RANK == 0 else ():  # a run was killed then
             shutil.rmtree(part) if part.is_dir() else part.unlink()
         write_whole(file, json.dumps(self.settings, indent=1) + "\n")
 
     def steps(self, stage: str, steps: int, model, optimizer):
-        """The steps that are left to do, with a progress bar; checkpoints in between."""
+        """Go back to the last checkpoint; then the steps that are left, with checkpoints in between."""
         done = self.load_checkpoint(stage, model, optimizer)
         for name in LOGS:  # the steps after the checkpoint are made again: their lines go,
             lines = json_lines(self.folder / name, "stage", "step")
-            kept = [line for line in lines if (line["stage"], line["step"]) < (stage, done)]
+            kept = [line for line in lines if (line["stage"], line["step"]) < (stage, done)]  # as names
             write_whole(self.folder / name, "".join(map(json_line, kept)))
         if RANK == 0:
             with suppress(ImportError):  # and their points
@@ -1299,7 +1305,7 @@ def write_whole(path: Path, content, by_all: bool = False):
     """A file or folder, whole or absent. content: the text, or what the first process (or all) call to make
     it at a path beside this one, which then gets its name. All call this, and wait until it is there."""
     part = path.with_name(f".{path.name}.part")
-    with one_line(f"could not write {path}: make room, and the same command goes on"):
+    with one_line(f"could not write {path}: if the disk is full, make room; the same command goes on"):
         if RANK == 0 or by_all:
             part.write_text(content) if isinstance(content, str) else content(part)
     from_all([])
@@ -1327,14 +1333,14 @@ def json_lines(path: Path, *names) -> list[dict]:
 
 
 @contextmanager
-def rollout_bar(name: str, total: int):
+def rollout_bar(name: str, count: int):
     """A bar with the time left; gives the `progress` for `rollout` that moves it."""
-    with tqdm(desc=name, total=total, unit="rollout", leave=False, disable=RANK > 0) as bar:
-        yield lambda still_open: bar.update(total - still_open - bar.n)
+    with tqdm(desc=name, total=count, unit="rollout", leave=False, disable=RANK > 0) as bar:
+        yield lambda still_open: bar.update(count - still_open - bar.n)
 
 
 # ===== 16. The plan =========================================================================================
-def plan(s, train: list[dict], test: list[dict], tokenizer):
+def print_plan(s, train: list[dict], test: list[dict], tokenizer):
     """Print what the run will do, and what it will hold."""
     reward_token = HIGH if s.init == "rctp" else None
     lengths = [len(play_script(task, expert_turns(task), reward_token, tokenizer).ids)
@@ -1351,26 +1357,27 @@ def plan(s, train: list[dict], test: list[dict], tokenizer):
           f"{len(train) - fitting} have more than --max-tokens {s.max_tokens}\n"
           f"stage 1: {'none' if s.init == 'none' or s.stage1 else stage1}\n"
           f"stage 2: {'none' if s.rl == 'none' else stage2}")
-    for name, n_bytes in held(s, outline(s.stage1 or s.model, tokenizer)).items():
+    for name, n_bytes in bytes_held(s, outline(s.stage1 or s.model, tokenizer)).items():
         print(f"{n_bytes / 2**30:10.2f} GiB {name}")
-    print("What an update and a rollout need beside these is in the README's table.")
+    print("With what updates and rollouts need: see \"BFCL on GPUs\" in the README.")
 
 
-def held(s, model) -> dict[str, int]:
+def bytes_held(s, model) -> dict[str, int]:
     """Bytes by name, of the first of the processes."""
     whole = sum(p.numel() for p in model.parameters())
     named = sum(x.numel() for x in model.state_dict().values())  # tied weights have two names
-    share = sum(math.ceil(len(p) / SIZE) * p[0].numel() for p in model.parameters())  # as FSDP2 cuts them
+    own = sum(math.ceil(len(p) / SIZE) * p[0].numel() for p in model.parameters())  # as FSDP2 cuts them
     config, place = model.config, "in the host's memory" if s.offload else "on each GPU"
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 2  # keys, values, bf16
-    tokens = 3 * s.rollout_tokens if is_continuous(s, gpu=True) else s.rollout_tokens
-    return {f"{place}: fp32 weights": 4 * share,
-            f"{place}: their gradients": 4 * share,
-            f"{place}: AdamW's moments": 8 * share,
+    tokens, sampler = (3, "continuous") if is_continuous(s) else (1, "plain")
+    return {f"{place}: fp32 weights": 4 * own,
+            f"{place}: their gradients": 4 * own,
+            f"{place}: AdamW's moments": 8 * own,
             "on each GPU: the model that rolls out, bf16": 2 * whole,
-            "on each GPU: pi_ref, bf16": 2 * share if s.beta and s.rl != "none" else 0,
-            "on each GPU: the sampler's cache, at most": tokens * token,
+            "on each GPU: pi_ref, bf16": 2 * own if s.beta and s.rl != "none" else 0,
+            f"on each GPU: the cache of the {sampler} sampler, at most": tokens * s.rollout_tokens * token,
+            "in the host's memory while loading, all processes: fp32 weights": 4 * whole * SIZE,
             "on the disk: two checkpoints and two models": 2 * (4 * named + 8 * whole) + 2 * 2 * whole}
 
 
@@ -1425,9 +1432,11 @@ def main(argv=None):
             if not s.plan:
                 pipeline(s, ParityEnv if s.smoke else BFCLEnv)
             elif RANK == 0:
-                plan(s, *choose_tasks(s), check_everything(s))
-        except (torch.OutOfMemoryError, MemoryError):
-            print("Out of memory: lower --tokens-per-pass or --rollout-tokens, or --offload", file=sys.stderr)
+                print_plan(s, *choose_tasks(s), check_everything(s))
+        except Exception as error:  # rollouts report what went wrong in a policy as an error of their own
+            if re.search("out of memory|MemoryError", repr(error)):
+                print("Out of memory: lower --tokens-per-pass or --rollout-tokens, or --offload",
+                      file=sys.stderr)
             raise
 
 
@@ -1437,5 +1446,5 @@ if __name__ == "__main__":
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1",
                    **os.environ, "PYTHONHASHSEED": "0"}
     if environment != os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+        os.execve(sys.executable, [sys.executable, "-u", *sys.argv], environment)
     main()
