@@ -765,6 +765,7 @@ import copy
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partialmethod
 
 from transformers import DynamicCache
 
@@ -781,37 +782,12 @@ def named(place, call, *arguments):
         raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
 
-class CheckedEnv:
-    """An env whose answers are checked. Whatever goes wrong is a RolloutError."""
-
-    def __init__(self, env, row):
-        self.env, self.row, self.turn = env, row, 0
-
-    def reset(self):
-        return copy.deepcopy(self._ask("reset", checked_messages))  # kept: the env may change its own
-
-    def step(self, text):
-        self.turn += 1
-        return self._ask("step", checked_observation, text)
-
-    def reward(self):
-        return self._ask("reward", checked_reward)
-
-    def close(self):
-        if hasattr(self.env, "close"):
-            self._ask("close", lambda answer: None)
-
-    def _ask(self, method, checked, *arguments):
-        place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
-        return named(place, lambda: checked(getattr(self.env, method)(*arguments)))
-
-
 def checked_messages(answer):
     for message in answer if isinstance(answer, list) and answer else [None]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
-    return answer
+    return copy.deepcopy(answer)  # the env may change its own
 
 
 def checked_observation(answer):
@@ -825,6 +801,26 @@ def checked_reward(answer):
         if 0 <= (R := round(float(answer + 0), 9)) <= 1:  # six sixths are 1
             return abs(R)  # no -0
     raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
+
+
+class CheckedEnv:
+    """An env whose answers are checked. Whatever goes wrong is a RolloutError."""
+
+    def __init__(self, env, row):
+        self.env, self.row, self.turn = env, row, 0
+
+    def _ask(self, method, checked, *arguments):
+        self.turn += method == "step"
+        place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
+        return named(place, lambda: checked(getattr(self.env, method)(*arguments)))
+
+    reset = partialmethod(_ask, "reset", checked_messages)
+    step = partialmethod(_ask, "step", checked_observation)
+    reward = partialmethod(_ask, "reward", checked_reward)
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self._ask("close", lambda answer: None)
 
 
 @contextmanager
@@ -901,7 +897,7 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
     prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
-    Returns N lists of ids. There is no top-k, no penalty, nothing of a generation config.
+    Returns N lists of ids. Nothing of the model's generation config counts.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -934,8 +930,7 @@ class ModelPolicy:
 
     def __init__(self, model, stop_ids, temperature, max_new_tokens, generator=None, cache_tokens=2**17):
         require(0 <= temperature < math.inf and max_new_tokens >= 1 and cache_tokens >= 1,
-                "need 0 <= temperature < inf, max_new_tokens and cache_tokens >= 1, got "
-                f"{temperature}, {max_new_tokens}, {cache_tokens}")
+                "need 0 <= temperature < inf, max_new_tokens >= 1 and cache_tokens >= 1")
         self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
         self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
         config = bare(model).config
@@ -965,10 +960,13 @@ class ModelPolicy:
         return [action for part in parts for action in self._sample(part)]
 
     def _sample(self, prompts):
-        weights = weights_version(self.model)
-        rows = self._recall(prompts) if self.weights == weights else None
+        weights, held = weights_version(self.model), self.weights
         self.weights = None  # if anything fails before the end, it is not gone on with
-        self._select(self._begin(prompts) if rows is None else rows)
+        rows, longest = self._rows(prompts), max(map(len, prompts)) + self.max_new_tokens
+        if held != weights or None in rows or longest > self.window:  # (a window counts gaps as well)
+            self._begin(prompts)
+            rows = self._rows(prompts)
+        self._select(rows)
         new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
@@ -979,7 +977,7 @@ class ModelPolicy:
                 actions[row] += new[row]
                 if new[row][0] in self.stop_ids or len(actions[row]) == room[row]:
                     talking.remove(row)
-        self.weights = weights
+        self.weights = weights if self.keeps else None
         return actions
 
     def _draw(self, logits):
@@ -992,24 +990,20 @@ class ModelPolicy:
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].tolist()
 
     def _begin(self, prompts):
-        """An empty cache with a row for each different prompt. Returns the row of each."""
-        different = list(dict.fromkeys(map(tuple, prompts)))
-        self.read = [[] for _ in different]
-        self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
+        """An empty row in place of the cache; where prompts are equal, all of them but for the last token."""
+        self.read = [[]]
+        self.real = torch.zeros(1, 0, dtype=torch.bool, device=self.model.device)  # slots that are no padding
         self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
+        different = dict.fromkeys(map(tuple, prompts))
         if self.keeps and len(different) < len(prompts):
-            self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
-        return [different.index(tuple(prompt)) for prompt in prompts]
+            self._select([0] * len(different))
+            self._feed([list(prompt[:-1]) for prompt in different])
 
-    def _recall(self, prompts):
-        """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        if not self.keeps or max(map(len, prompts)) + self.max_new_tokens > self.window:
-            return None  # (a window counts slots, and a cache that is gone on with has gaps)
-        rows = []
-        for prompt in prompts:
-            fitting = [row for row, read in enumerate(self.read) if read == prompt[: len(read)] != prompt]
-            rows.append(max(fitting, key=lambda row: len(self.read[row]), default=None))
-        return None if None in rows else rows
+    def _rows(self, prompts):
+        """Of each prompt, the row that holds its longest beginning, not the whole; None if there is none."""
+        fitting = ([row for row, read in enumerate(self.read) if read == prompt[: len(read)] != prompt]
+                   for prompt in prompts)
+        return [max(rows, key=lambda row: len(self.read[row]), default=None) for rows in fitting]
 
     def _select(self, rows):
         """Keep these rows of the cache, some perhaps twice, and of their slots the real ones, at the end."""
@@ -1085,9 +1079,8 @@ class ChatFormat:
     """A chat template, cut into pieces. What it renders, the tokenizer itself encodes.
 
     Control tokens are the special ones and added tags like <tool_call> or [INST]. Template, system prompt and
-    inject_reward_token write them; in what a user or a tool says they get a joint. A template that takes no
-    tool messages is for envs that answer as role "user". If its header opens a thought (<think>), a script
-    closes it.
+    inject_reward_token write them; in what a user or a tool says they get a joint. Where a template has no
+    tool messages, an env answers as role "user". If its header opens a thought (<think>), a script closes it.
     """
 
     def __init__(self, tokenizer, **template):
@@ -1269,8 +1262,7 @@ def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
             "add_reward_tokens, adapters and sharding, from this model's parameters()")
     coarse = {p.dtype for p in held} & {torch.bfloat16, torch.float16}
     require(not coarse or not any("betas" in group for group in optimizer.param_groups),
-            f"Adam's small steps are lost in the rounding of {coarse} weights: train fp32 master weights, or "
-            "fp32 adapters (LoRA) on these")
+            "Adam's small steps are lost in 16-bit weights: train fp32 master weights or adapters (LoRA)")
     for device in ("cpu", "cuda"):
         half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         require(not half, "under autocast to float16 small gradients vanish: use bfloat16, or fp32")
@@ -1314,8 +1306,7 @@ def add_reward_tokens(tokenizer, model=None):
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
     when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 none). Call it before sharding the model.
     """
-    if isinstance(tokenizer, ChatFormat):
-        tokenizer = tokenizer.tokenizer
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a ChatFormat may stand for it
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
     added = [AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)]

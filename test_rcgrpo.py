@@ -4507,7 +4507,8 @@ def tracked_sampling(rows, length, memory, host, training, actor):
     """The same of the plain sampler's rollouts, which come when there are no gradients."""
     policy = rcgrpo.ModelPolicy(actor, {0}, 1.0, 1024)
     memory.peak = 0
-    policy._begin([[row] for row in range(rows)])
+    policy._begin([])
+    policy._select([0] * rows)
     with torch.no_grad():
         policy._feed([[1] * length] * rows)
         policy._feed([[1]] * rows)
