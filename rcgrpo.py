@@ -500,7 +500,6 @@ def group_metrics(trajectories, p=None):
 
 import inspect
 import os
-import re
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
@@ -519,6 +518,11 @@ PACKED = set("""apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma 
 KERNELS = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
+def require(condition, otherwise):
+    if not condition:
+        raise ValueError(otherwise)
+
+
 def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_per_chunk=1024):
     """log pi of every token of the actions, given all before it, at the temperature it was sampled with.
 
@@ -526,17 +530,16 @@ def action_logprobs(model, trajectories, temperature=1.0, entropy=False, rows_pe
     With entropy=True returns (logp, H), H (N, T) the entropy of the distribution at each, without gradient.
     rows_per_chunk: so many rows of logits are made at a time. The model is left in evaluation mode.
     """
-    if not temperature > 0:
-        raise ValueError(f"log-probs need the temperature > 0 of the actions' sampling, got {temperature}")
-    if any(t.mask[0] for t in trajectories):
-        raise ValueError("a trajectory begins with an action: nothing conditions its first token")
+    require(temperature > 0, f"log-probs need the temperature > 0 of the sampling, got {temperature}")
+    require(not any(t.mask[0] for t in trajectories),
+            "a trajectory begins with an action: nothing conditions its first token")
     check_rows(model, [t.ids for t in trajectories])
     rows = trajectories or [Trajectory([0], [0])]  # an empty pass is a pass
     with silent(model):
         if packs(model, max(len(t.ids) for t in rows)):
             head, states = model.get_output_embeddings(), packed_states(model, rows)  # (M, width)
         else:
-            logits = [plain_logits(model, t.ids, before_actions(t)) for t in rows]
+            logits = [plain_logits(model, t.ids, predicting(t)) for t in rows]
             head, states = torch.nn.Identity(), torch.cat(logits)  # (M, V)
     targets = torch.tensor([token for t in rows for token in t.action_ids], device=states.device).long()
     read = partial(checkpoint, read_chunk, head, temperature, entropy, use_reentrant=False)
@@ -562,9 +565,8 @@ def count_action_tokens(trajectories):
     return sum(sum(t.mask) for t in trajectories)
 
 
-def before_actions(trajectory):
-    """The places at which its action tokens are predicted."""
-    return [place - 1 for place, sampled in enumerate(trajectory.mask) if sampled]
+def predicting(trajectory):  # the places before its action tokens
+    return [place for place, sampled in enumerate(trajectory.mask[1:]) if sampled]
 
 
 def read_chunk(head, temperature, entropy, states, targets):
@@ -615,7 +617,8 @@ def pack(trajectories):
     action tokens, in the rows' order."""
     ids, positions, layout, places = [], [], [], {}
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        start, number, prefix = len(ids), len(layout), shared_prefix(trajectories, rows)
+        start, number = len(ids), len(layout)
+        prefix = len(os.path.commonprefix([trajectories[row].ids for row in rows]))
         ids += trajectories[rows[0]].ids[:prefix]
         positions += range(prefix)
         layout.append((prefix, number))
@@ -624,12 +627,8 @@ def pack(trajectories):
             ids += t.ids[prefix:]
             positions += range(prefix, len(t.ids))
             layout.append((len(t.ids) - prefix, number))
-            places[row] = [place + (start if place < prefix else shift) for place in before_actions(t)]
+            places[row] = [place + (start if place < prefix else shift) for place in predicting(t)]
     return ids, positions, layout, [place for row in sorted(places) for place in places[row]]
-
-
-def shared_prefix(trajectories, rows):
-    return len(os.path.commonprefix([trajectories[row].ids for row in rows]))
 
 
 def group_attention(layout, attended, module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -661,8 +660,8 @@ def register_attention():
 
 def bare(model):
     """The library's model in what PEFT or torch.compile has wrapped around it."""
-    if not hasattr(model, "config"):
-        raise ValueError(f"{type(model).__name__} is no model of transformers: give the one in it (.module)")
+    require(hasattr(model, "config"),
+            f"{type(model).__name__} is no model of transformers: give the one in it (.module)")
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
@@ -671,19 +670,17 @@ def packs(model, longest_row):
     config = bare(model).config
     tested = config.model_type in PACKED and config._attn_implementation in KERNELS
     capped = any("softcap" in name and value for name, value in vars(config).items())
-    window = getattr(config, "sliding_window", None) or math.inf
-    if tested and not capped and longest_row <= window:
-        return True
-    warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
-                  "(add it if `pytest -k listed_type` then passes), or its attention not in KERNELS, or it "
-                  "caps logits, or a row is longer than its window", stacklevel=1)
-    return False
+    packed = tested and not capped and longest_row <= (getattr(config, "sliding_window", None) or math.inf)
+    if not packed:
+        warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
+                      "(see there), or caps logits, or a row is longer than its window", stacklevel=1)
+    return packed
 
 
 def context_length(config):
-    """Tokens that a row may have: the model's positions. Rope of type "yarn" stretches them. Other types, and
-    the temperature of Llama-4's attention, change a whole batch once its longest row passes a limit: tokens
-    sampled before could not be scored after it."""
+    """Tokens that a row may have: the model's positions. "yarn" stretches them. Other ropes, and Llama-4's
+    temperature, change a whole batch once its longest row passes a limit: what was sampled before could not
+    be scored after it."""
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if getattr(config, "attn_temperature_tuning", False):
@@ -701,22 +698,20 @@ def context_length(config):
 def check_rows(model, rows):
     """ValueError for rows of ids that the model cannot read, or for a model that cannot be used."""
     config, longest_row = bare(model).config, max(map(len, rows), default=0)
-    if longest_row > (context := context_length(config)):
-        raise ValueError(f"a row of {longest_row} tokens, and the model reads {context} (its positions, or "
-                         "the length at which its rope changes): lower max_tokens")
+    context, known = context_length(config), model.get_input_embeddings().weight.shape[0]
     largest = max((max(ids) for ids in rows if ids), default=0)
-    if largest >= (known := model.get_input_embeddings().weight.shape[0]):
-        raise ValueError(f"token id {largest}, and the model has {known} embeddings: tokens were added to "
-                         "the tokenizer alone; call add_reward_tokens(tokenizer, model)")
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
+    require(longest_row <= context, f"a row of {longest_row} tokens, and the model reads {context} (its "
+            "positions, or the length at which its rope changes): lower max_tokens")
+    require(largest < known, f"token id {largest}, and the model has {known} embeddings: tokens were added "
+            "to the tokenizer alone; call add_reward_tokens(tokenizer, model)")
+    require(not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False),
+            "adapters with virtual tokens (prompt or prefix tuning) cannot be used: take LoRA")
     ahead = not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False)
     if config.model_type not in PACKED | BATCHED:  # nobody has tested it
         with torch.no_grad(), silent(model):
             one, other = (plain_logits(model, [1, 2, last], [0, 1]).float() for last in (3, 4))
         ahead = ahead or (one - other).abs().max() > 0.05 * one.std()
-    if ahead:
-        raise ValueError(f"{config.model_type} is no causal language model: its logits look ahead")
+    require(not ahead, f"{config.model_type} is no causal language model: its logits look ahead")
 
 
 def passes(model, trajectories, tokens_per_pass):
@@ -726,17 +721,16 @@ def passes(model, trajectories, tokens_per_pass):
     is every row of a model that is not packed. All processes make equally many, the last ones perhaps empty.
     """
     packed = packs(model, max(from_all([len(t.ids) for t in trajectories]), default=0))  # the same on all
-    cut, used = [], math.inf  # used: tokens in the last pass; inf: begin another
+
+    def fit(rows):
+        return packed and len(pack([trajectories[row] for row in rows])[0]) <= tokens_per_pass
+
+    cut = []
     for rows in rows_by_group([t.group for t in trajectories]).values():
-        prefix = shared_prefix(trajectories, rows)
-        own = [len(trajectories[row].ids) - prefix for row in rows]
-        used = used + prefix if used + prefix + sum(own) <= tokens_per_pass else math.inf
-        for row, tokens in zip(rows, own):
-            if used + tokens > tokens_per_pass or not packed:
+        for part in [rows] if fit(rows) else [[row] for row in rows]:
+            if not cut or not fit(cut[-1] + part):
                 cut.append([])
-                used = prefix
-            cut[-1].append(row)
-            used += tokens
+            cut[-1] += part
     return cut + [[]] * (max(from_all([len(cut)])) - len(cut))
 
 
@@ -771,6 +765,7 @@ import copy
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partialmethod
 
 from transformers import DynamicCache
 
@@ -779,32 +774,12 @@ class RolloutError(RuntimeError, TypeError, ValueError):
     """What an env or a policy did wrong; it names the env's row, the turn and the method."""
 
 
-class CheckedEnv:
-    """An env whose answers are checked. Whatever goes wrong is a RolloutError."""
-
-    def __init__(self, env, row):
-        self.env, self.row, self.turn = env, row, 0
-
-    def reset(self):
-        return copy.deepcopy(self._ask("reset", checked_messages))  # kept: the env may change its own
-
-    def step(self, text):
-        self.turn += 1
-        return self._ask("step", checked_observation, text)
-
-    def reward(self):
-        return self._ask("reward", checked_reward)
-
-    def close(self):
-        if hasattr(self.env, "close"):
-            self._ask("close", lambda answer: None)
-
-    def _ask(self, method, checked, *arguments):
-        try:
-            return checked(getattr(self.env, method)(*arguments))
-        except Exception as error:
-            place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
-            raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
+def named(place, call, *arguments):
+    """The call's answer. Whatever goes wrong is a RolloutError that begins with the place."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        raise RolloutError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def checked_messages(answer):
@@ -812,7 +787,7 @@ def checked_messages(answer):
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"needs a non-empty list of {{'role': str, 'content': str}}, got {answer!r}")
-    return answer
+    return copy.deepcopy(answer)  # the env may change its own
 
 
 def checked_observation(answer):
@@ -828,48 +803,60 @@ def checked_reward(answer):
     raise ValueError(f"a reward is a finite number in [0, 1], not {answer!r}")
 
 
+class CheckedEnv:
+    """An env whose answers are checked. Whatever goes wrong is a RolloutError."""
+
+    def __init__(self, env, row):
+        self.env, self.row, self.turn = env, row, 0
+
+    def _ask(self, method, checked, *arguments):
+        self.turn += method == "step"
+        place = f"env {self.row} ({type(self.env).__name__}), turn {self.turn}: env.{method}()"
+        return named(place, lambda: checked(getattr(self.env, method)(*arguments)))
+
+    reset = partialmethod(_ask, "reset", checked_messages)
+    step = partialmethod(_ask, "step", checked_observation)
+    reward = partialmethod(_ask, "reward", checked_reward)
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self._ask("close", lambda answer: None)
+
+
 @contextmanager
 def open_envs(envs, policy, max_turns, max_tokens, threads):
     """The envs, checked, and a map over them. At the end every env is closed, and the policy forgets."""
-    if not all(isinstance(limit, int) and limit >= 1 for limit in (max_turns, max_tokens, threads)):
-        raise ValueError("max_turns, max_tokens and threads are whole numbers from 1 on, not "
-                         f"{max_turns}, {max_tokens}, {threads}")
+    limits = max_turns, max_tokens, threads
+    require(all(isinstance(limit, int) and limit >= 1 for limit in limits),
+            f"max_turns, max_tokens and threads are whole numbers from 1 on, not {limits}")
+
+    def forget(kind, error, trace):  # an error that is on its way goes before one of close()
+        with suppress(Exception) if error else nullcontext():
+            getattr(policy, "close", lambda: None)()
+
     with ExitStack() as closing:
-        closing.push(partial(forget, policy))
-        opened = []
-        try:
-            for env in envs:
-                opened.append(CheckedEnv(env, len(opened)))
-                closing.callback(opened[-1].close)
-        except Exception as error:
-            raise RolloutError(f"env {len(opened)}: not made: {type(error).__name__}: {error}") from error
-        if len({id(checked.env) for checked in opened}) < len(opened):
-            raise ValueError("one env object is given for several rollouts: make a fresh env for each")
-        pool = closing.enter_context(ThreadPoolExecutor(threads)) if threads > 1 else None
-        yield opened, pool.map if pool else map
-
-
-def forget(policy, error, *_):
-    """Call policy.close(), if there is one. An error that is on its way goes before one of close()."""
-    with suppress(Exception) if error else nullcontext():
-        getattr(policy, "close", lambda: None)()
+        closing.push(forget)
+        opened, envs = [], iter(envs)
+        while (env := named(f"env {len(opened)}: not made", next, envs, None)) is not None:
+            opened.append(CheckedEnv(env, len(opened)))
+            closing.callback(opened[-1].close)
+        require(len({id(checked.env) for checked in opened}) == len(opened),
+                "one env object is given for several rollouts: make a fresh env for each")
+        yield opened, closing.enter_context(ThreadPoolExecutor(threads)).map if threads > 1 else map
 
 
 def one_per_env(envs, *given):
     """Reward tokens and group ids as lists, one for each env."""
     given = [[None] * len(envs) if values is None else list(values) for values in given]
-    if not envs or {len(values) for values in given} != {len(envs)}:
-        raise ValueError("need as many reward tokens and groups as envs, at least one: "
-                         f"{len(envs)} envs, {' and '.join(str(len(values)) for values in given)}")
+    require(envs and {len(values) for values in given} == {len(envs)},
+            "need as many reward tokens and groups as envs, at least one: "
+            f"{len(envs)} envs, {' and '.join(str(len(values)) for values in given)}")
     return given
 
 
 def ask_policy(policy, prompts, turn):
     """The policy's actions, as lists of int."""
-    try:
-        sampled = policy(prompts)
-    except Exception as error:
-        raise RolloutError(f"turn {turn}: the policy: {type(error).__name__}: {error}") from error
+    sampled = named(f"turn {turn}: the policy", policy, prompts)
     with suppress(TypeError):  # text in place of ids, or no lists at all
         actions = [[operator.index(token) for token in ids] for ids in sampled]
         if len(actions) == len(prompts) and all(actions):
@@ -894,16 +881,13 @@ def scripted_policy(texts, tokenizer):
     texts, chat = iter(texts), chat_format(tokenizer)
 
     def policy(prompts):
-        if len(prompts) != 1:
-            raise ValueError(f"a script speaks in one conversation, not in {len(prompts)}: roll out one env")
-        if (text := next(texts, None)) is None:
-            raise ValueError("the script is over but the conversation is not: let its last line end it")
-        return [chat.action(text)]
+        text = next(texts, None)
+        require(text is not None, "the script is over but the conversation is not: let its last line end it")
+        return [chat.action(text)]  # one: a script speaks in one conversation
 
     def close():
-        if next(texts, None) is not None:
-            raise ValueError("the conversation was over before the script: let the line that ends it be the "
-                             "last, and max_turns and max_tokens have room for all")
+        require(next(texts, None) is None, "the conversation was over before the script: let the line that "
+                "ends it be the last, and max_turns and max_tokens have room for all")
 
     policy.close = close
     return policy
@@ -913,7 +897,7 @@ def sample(model, prompts, temperature, max_new_tokens, stop_ids, generator=None
     """Draw one action per prompt from exactly softmax(logits / temperature); greedy at temperature 0.
 
     prompts: N lists of ids.  stop_ids: an action ends with the first of these, kept, or after max_new_tokens.
-    Returns N lists of ids. There is no top-k, no penalty, nothing of a generation config.
+    Returns N lists of ids. Nothing of the model's generation config counts.
     """
     return ModelPolicy(model, stop_ids, temperature, max_new_tokens, generator)(prompts)
 
@@ -945,9 +929,8 @@ class ModelPolicy:
     READ_AT_ONCE = 2**14  # tokens, padding included, of one forward pass
 
     def __init__(self, model, stop_ids, temperature, max_new_tokens, generator=None, cache_tokens=2**17):
-        if not (0 <= temperature < math.inf and max_new_tokens >= 1 and cache_tokens >= 1):
-            raise ValueError(f"need 0 <= temperature < inf, max_new_tokens and cache_tokens >= 1, got "
-                             f"{temperature}, {max_new_tokens}, {cache_tokens}")
+        require(0 <= temperature < math.inf and max_new_tokens >= 1 and cache_tokens >= 1,
+                "need 0 <= temperature < inf, max_new_tokens >= 1 and cache_tokens >= 1")
         self.model, self.stop_ids, self.generator = model, set(stop_ids), generator
         self.temperature, self.max_new_tokens, self.cache_tokens = temperature, max_new_tokens, cache_tokens
         config = bare(model).config
@@ -968,19 +951,22 @@ class ModelPolicy:
         """N lists of ids -> N lists of sampled ids. The model is left in evaluation mode."""
         prompts = [list(prompt) for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
-        if not all(lengths) or max(lengths) >= self.max_tokens:
-            raise ValueError(f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
+        require(all(lengths) and max(lengths) < self.max_tokens,
+                f"prompts must have from 1 to {self.max_tokens - 1} tokens, got {lengths}")
         check_rows(self.model, prompts)
         self.model.eval()
-        fit = self.cache_tokens // (max(lengths) + self.max_new_tokens) if self.batches else 1
-        parts = [prompts[n : n + max(1, fit)] for n in range(0, len(prompts), max(1, fit))]
+        fit = max(1, self.cache_tokens // (max(lengths) + self.max_new_tokens)) if self.batches else 1
+        parts = [prompts[n : n + fit] for n in range(0, len(prompts), fit)]
         return [action for part in parts for action in self._sample(part)]
 
     def _sample(self, prompts):
-        weights = weights_version(self.model)
-        rows = self._recall(prompts) if self.weights == weights else None
+        weights, held = weights_version(self.model), self.weights
         self.weights = None  # if anything fails before the end, it is not gone on with
-        self._select(self._begin(prompts) if rows is None else rows)
+        rows, longest = self._rows(prompts), max(map(len, prompts)) + self.max_new_tokens
+        if held != weights or None in rows or longest > self.window:  # (a window counts gaps as well)
+            self._begin(prompts)
+            rows = self._rows(prompts)
+        self._select(rows)
         new = [prompt[len(read) :] for prompt, read in zip(prompts, self.read)]
         room = [min(self.max_new_tokens, self.max_tokens - len(prompt)) for prompt in prompts]
         actions, talking = [[] for _ in prompts], set(range(len(prompts)))
@@ -991,39 +977,33 @@ class ModelPolicy:
                 actions[row] += new[row]
                 if new[row][0] in self.stop_ids or len(actions[row]) == room[row]:
                     talking.remove(row)
-        self.weights = weights
+        self.weights = weights if self.keeps else None
         return actions
 
     def _draw(self, logits):
         """N tokens from softmax(logits (N, V) / temperature)."""
-        if logits.isnan().any():
-            raise ValueError("the model's logits are not numbers (nan): its weights have diverged")
+        require(not logits.isnan().any(),
+                "the model's logits are not numbers (nan): its weights have diverged")
         if self.temperature == 0:
             return logits.argmax(-1).tolist()
         probabilities = (logits / self.temperature).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].tolist()
 
     def _begin(self, prompts):
-        """An empty cache with a row for each different prompt. Returns the row of each."""
-        different = list(dict.fromkeys(map(tuple, prompts)))
-        self.read = [[] for _ in different]
-        self.real = torch.zeros(len(different), 0, dtype=torch.bool, device=self.model.device)  # no padding
+        """An empty row in place of the cache; where prompts are equal, all of them but for the last token."""
+        self.read = [[]]
+        self.real = torch.zeros(1, 0, dtype=torch.bool, device=self.model.device)  # slots that are no padding
         self.cache = DynamicCache(config=None if self.keeps else self.model.config)  # None: keep all slots
+        different = dict.fromkeys(map(tuple, prompts))
         if self.keeps and len(different) < len(prompts):
-            self._feed([list(prompt[:-1]) for prompt in different])  # what several have in common, once
-        return [different.index(tuple(prompt)) for prompt in prompts]
+            self._select([0] * len(different))
+            self._feed([list(prompt[:-1]) for prompt in different])
 
-    def _recall(self, prompts):
-        """The row of the cache that each prompt goes on from; None if one has none. Some may have ended."""
-        if not self.keeps or max(map(len, prompts)) + self.max_new_tokens > self.window:
-            return None  # (a window counts slots, and a cache that is gone on with has gaps)
-        rows = []
-        for prompt in prompts:
-            for row in range(rows[-1] + 1 if rows else 0, len(self.read)):
-                if self.read[row] == prompt[: len(self.read[row])] and len(self.read[row]) < len(prompt):
-                    rows.append(row)
-                    break
-        return rows if len(rows) == len(prompts) else None
+    def _rows(self, prompts):
+        """Of each prompt, the row that holds its longest beginning, not the whole; None if there is none."""
+        fitting = ([row for row, read in enumerate(self.read) if read == prompt[: len(read)] != prompt]
+                   for prompt in prompts)
+        return [max(rows, key=lambda row: len(self.read[row]), default=None) for rows in fitting]
 
     def _select(self, rows):
         """Keep these rows of the cache, some perhaps twice, and of their slots the real ones, at the end."""
@@ -1071,6 +1051,7 @@ def weights_version(model):
 # from the frame, never from what a user or a tool says; all else is refused.
 
 import json
+import re
 
 from transformers.utils import get_json_schema
 
@@ -1098,32 +1079,32 @@ class ChatFormat:
     """A chat template, cut into pieces. What it renders, the tokenizer itself encodes.
 
     Control tokens are the special ones and added tags like <tool_call> or [INST]. Template, system prompt and
-    inject_reward_token write them; in what a user or a tool says they get a joint. A template without tool
-    messages is given user messages instead. If its header opens a thought (<think>), a script closes it.
+    inject_reward_token write them; in what a user or a tool says they get a joint. Where a template has no
+    tool messages, an env answers as role "user". If its header opens a thought (<think>), a script closes it.
     """
 
     def __init__(self, tokenizer, **template):
-        if not (getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False)):
-            raise ValueError("no chat template: set chat_template of a fast tokenizer (see AutoTokenizer)")
-        self.tokenizer, self.template, self.tools_as_user = tokenizer, template, False
-        self.unknown = tokenizer.unk_token_id
+        require(getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False),
+                "no chat template: set chat_template of a fast tokenizer (see AutoTokenizer)")
+        self.tokenizer, self.template, self.unknown = tokenizer, template, tokenizer.unk_token_id
         added = [(i, t) for i, t in tokenizer.added_tokens_decoder.items() if i != self.unknown]
         self.special = {i: t.content for i, t in added if t.special}
         self.control = self.special | {i: t.content for i, t in added if t.content.startswith(("<", "["))}
+        self.no_tools = None  # or why there can be no tool messages
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the vocabulary lacks")  # words of our own examples
+            warnings.simplefilter("ignore")  # the vocabulary may lack the words of our examples
+            self._read_frame()
+            self._try_out("user")
             try:
-                self._try_out()
+                self._try_out("tool", "tool")
             except ValueError as problem:
-                self.tools_as_user = True
-                self._try_out()
-                warnings.warn(f"tool results are shown as user messages: {problem}", stacklevel=4)
+                self.no_tools = problem
         self._encode = lru_cache(256)(self._encode)  # groups have few prompts, envs repeat themselves
 
     def prompt(self, messages, reward_token=None):
         """Ids of the opening messages, with `reward_token` if given, up to where the assistant speaks."""
-        if reward_token and reward_token not in self.control.values():
-            raise ValueError(f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
+        require(reward_token is None or reward_token in self.control.values(),
+                f"no token {reward_token!r} yet: call add_reward_tokens(tokenizer, model)")
         return list(self._encode(json.dumps(messages), True, reward_token))
 
     def suffix(self, messages, after=None):
@@ -1134,8 +1115,8 @@ class ChatFormat:
     def action(self, text):
         """Ids that a script "samples" to say `text`. Special tokens spelt in it stay ordinary text."""
         said = self._ids(text.encode("utf-8", "replace").decode(), split_special_tokens=True)
-        if self.unsaid.keys() & set(said):
-            raise ValueError(f"a script cannot say {text!r}: this tokenizer reads control tokens in it")
+        require(self.unsaid.keys().isdisjoint(said),
+                f"a script cannot say {text!r}: this tokenizer reads control tokens in it")
         return [*self._ids(self.close_thought), *said, self.end_of_turn]
 
     def text(self, action_ids):
@@ -1148,37 +1129,34 @@ class ChatFormat:
     def _read_frame(self):
         """Find the assistant's end tokens, and what closes a thought, in dummy chats."""
         header, ended = self._render(DUMMY[:1]), self._after_answer([{"role": "user", "content": "v"}])
-        before, _, ended_last = self._render(DUMMY, generate=False).partition(SAID)
+        ended_last = self._render(DUMMY, generate=False).partition(SAID)[2]
         self.end_of_turn, last_end = ([*self._ids(text), None][0] for text in (ended, ended_last))
-        if self.end_of_turn not in self.control:
-            raise ValueError(f"a chat template must end a turn with an added token, not with {ended[:20]!r}")
+        require(self.end_of_turn in self.control,
+                f"a chat template must end a turn with an added token, not with {ended[:20]!r}")
         ends = self.control.keys() & {self.end_of_turn, last_end}
         self.stop_ids = (ends | {self.tokenizer.eos_token_id}) - {None}
         self.unsaid = self.special | {i: self.control[i] for i in ends}
-        closing = before.partition(header)[2].lstrip() or "</think>\n\n"
-        self.close_thought = closing if header.rstrip().endswith("<think>") else ""
+        self.close_thought = "</think>\n\n" if header.rstrip().endswith("<think>") else ""
 
-    def _try_out(self):
-        """ValueError unless a conversation of all kinds of messages has one set of ids, whole or appended."""
-        self._read_frame()
-        roles = ("user", "assistant", "tool", "tool", "assistant", "user")
+    def _try_out(self, *answers):
+        """ValueError unless a conversation with such answers has the same ids, whole or appended."""
+        roles = ("user", "assistant", *answers, "assistant", "user")
         messages = [{"role": role, "content": f"say {n}"} for n, role in enumerate(roles)]
         whole, appended = self._render(messages), self._render(messages[:1])
         ids = self.prompt(messages[:1])
-        for said, answer in (("say 1", messages[2:4]), ("say 4", messages[5:])):
+        for said, answer in (("say 1", messages[2:-2]), (messages[-2]["content"], messages[-1:])):
             appended += self.close_thought + said + self._after_answer(answer)
             ids += self.action(said) + self.suffix(answer)
         thought = r"<think>\s*</think>\s*"  # templates drop it from earlier turns, ours stays
         same = re.sub(thought, "", appended) == re.sub(thought, "", whole)
         native = self.tokenizer(appended if same else whole, add_special_tokens=False).input_ids
-        if ids != native:
-            there = self.tokenizer.decode(native[len(os.path.commonprefix([ids, native])) :][:9])
-            raise ValueError(f"this chat template has other ids as a whole than in parts, from {there!r} on")
-        self.suffix([{"role": "tool", "content": "".join(self.control.values())}])  # they can be kept apart
+        there = self.tokenizer.decode(native[len(os.path.commonprefix([ids, native])) :][:9])
+        require(ids == native,
+                f"this chat template has other ids as a whole than in parts, from {there!r} on")
+        self.suffix([{"role": answers[0], "content": "".join(self.control.values())}])  # all are kept apart
 
     def _render(self, messages, reward_token=None, generate=True):
         messages = inject_reward_token(messages, reward_token) if reward_token else messages
-        messages = tools_to_user(messages) if self.tools_as_user else messages
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generate, **self.template)
@@ -1194,18 +1172,20 @@ class ChatFormat:
         other text. Exempt: an opening's system prompt, but for reward tokens, and tags in its examples."""
         free = {"system": [HIGH, LOW], "assistant": self.unsaid.values()} if opening else {}  # but for these
         said = [apart(m, free.get(m["role"], self.control.values())) for m in json.loads(messages)]
-        if odd := [m["content"] for m in said if not isinstance(m["content"], str)]:
-            raise TypeError(f"the content of a message must be a string, got {odd[0]!r}")
+        require(all(isinstance(m["content"], str) for m in said),
+                f"the content of a message must be a string, got {messages}")
+        require(not self.no_tools or "tool" not in [m["role"] for m in said],
+                f'to this model an env must answer as role "user", not "tool": {self.no_tools}')
         marks = [f"aB{n}Ba" if m["content"].strip() else "" for n, m in enumerate(said)]
         other = [{**m, "content": m["content"] * (m["role"] in free) + mark} for m, mark in zip(said, marks)]
         render = partial(self._render, reward_token=reward_token) if opening else self._after_answer
         frame = render(other)
-        if lost := [m["role"] for m, mark in zip(said, marks) if mark not in frame]:
-            raise ValueError(f"this chat template drops messages of role {lost[0]}")
+        lost = [m["role"] for m, mark in zip(said, marks) if mark not in frame]
+        require(not lost, f"this chat template drops messages of role {', '.join(lost)}")
         ids, frame_ids = self._ids(render(said)), self.tokenizer(frame, add_special_tokens=False).input_ids
         found, expected = ([self.control[i] for i in part if i in self.control] for part in (ids, frame_ids))
-        if found != expected or found.count(HIGH) + found.count(LOW) != bool(reward_token):
-            raise ValueError(f"change these messages: they hold the control tokens {found}, not {expected}")
+        require(found == expected and found.count(HIGH) + found.count(LOW) == bool(reward_token),
+                f"change these messages: they hold the control tokens {found}, not {expected}")
         return ids
 
     def _ids(self, text, **how):
@@ -1223,17 +1203,6 @@ def apart(message, tokens):
         for _ in token:  # as often as it may overlap itself
             text = text.replace(token, token[0] + JOINT + token[1:])
     return json.loads(text)
-
-
-def tools_to_user(messages):
-    """The same with tool results as user messages; consecutive user messages are merged."""
-    merged = []
-    for message in messages:
-        message = {**message, "role": "user"} if message["role"] == "tool" else message
-        if merged and message["role"] == merged[-1]["role"] == "user":
-            message = {**message, "content": merged.pop()["content"] + "\n\n" + message["content"]}
-        merged.append(message)
-    return merged
 
 
 # ===== D. The step, on one process or many ==================================================================
@@ -1283,49 +1252,46 @@ def optimizer_step(model, optimizer, max_grad_norm):
 def check_step(model, optimizer, tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for what cannot train, or not as it should."""
     bare(model)  # or an error: many processes share a model by FSDP2, not by a wrapper
-    if not (isinstance(tokens_per_pass, int) and tokens_per_pass >= 1):
-        raise ValueError(f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
-    if not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if held.keys() != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise ValueError("the optimizer must hold the model's trainable parameters and no others: make it "
-                         "after add_reward_tokens, adapters and sharding, from this model's parameters()")
-    coarse = {p.dtype for p in held.values()} & {torch.bfloat16, torch.float16}
-    if coarse and any("betas" in group for group in optimizer.param_groups):
-        raise ValueError(f"Adam's small steps are lost in the rounding of {coarse.pop()} weights: train fp32 "
-                         "master weights, or fp32 adapters (LoRA) on these")
+    require(isinstance(tokens_per_pass, int) and tokens_per_pass >= 1,
+            f"tokens_per_pass must be a whole number from 1 on, got {tokens_per_pass}")
+    require(isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0,
+            f"max_grad_norm must be positive (inf for no clipping), got {max_grad_norm}")
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    require(held == {p for p in model.parameters() if p.requires_grad},
+            "the optimizer must hold the model's trainable parameters and no others: make it after "
+            "add_reward_tokens, adapters and sharding, from this model's parameters()")
+    coarse = {p.dtype for p in held} & {torch.bfloat16, torch.float16}
+    require(not coarse or not any("betas" in group for group in optimizer.param_groups),
+            "Adam's small steps are lost in 16-bit weights: train fp32 master weights or adapters (LoRA)")
     for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            raise ValueError("under autocast to float16 small gradients vanish: use bfloat16, or fp32")
+        half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        require(not half, "under autocast to float16 small gradients vanish: use bfloat16, or fp32")
 
 
 def check_trajectories(model, trajectories, all_act=False):
     """ValueError for trajectories that the model cannot learn from. all_act: each must have an action."""
     silent = [row for row, t in enumerate(trajectories) if 1 not in t.mask] if all_act else []
-    if silent or not total(len(trajectories)):
-        raise ValueError(f"trajectories without an action token cannot be trained on: rows {silent} of "
-                         f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
-    if any(t.reward_token for t in trajectories) and not getattr(model.config, "reward_token_ids", None):
-        raise ValueError("the model does not know the reward tokens of these trajectories: call "
-                         "add_reward_tokens(tokenizer, model)")
+    require(total(len(trajectories)) and not silent,
+            f"trajectories without an action token cannot be trained on: rows {silent} of "
+            f"{len(trajectories)}; drop them, or raise max_tokens if their prompt was too long")
+    known = getattr(model.config, "reward_token_ids", None)
+    require(known or not any(t.reward_token for t in trajectories), "the model does not know the reward "
+            "tokens of these trajectories: call add_reward_tokens(tokenizer, model)")
 
 
 def check_update(model, ref_model, optimizer, G, temperature, clip=0.2, beta=0.1, ratio="token", updates=1,
                  tokens_per_pass=24576, max_grad_norm=1.0):
     """ValueError for settings of `rcgrpo_update` that cannot work. G: rollouts in the largest group."""
     check_step(model, optimizer, tokens_per_pass, max_grad_norm)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
-    if G < 2:
-        raise ValueError("no group has two rollouts to compare: G must be at least 2, and the rollouts of a "
-                         "task share a group id")
-    if not (0 <= beta < math.inf and clip >= 0 and updates >= 1):
-        raise ValueError(f"need beta and clip >= 0, updates >= 1, got {beta}, {clip}, {updates}")
-    if ratio not in ("token", "trajectory"):
-        raise ValueError(f'ratio must be "token" or "trajectory", got {ratio!r}')
-    if beta and (ref_model is None or ref_model is model):
-        raise ValueError("beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
+    require(0 < temperature < math.inf,
+            f"rollouts drawn at temperature {temperature} cannot be scored: take one above 0")
+    require(G >= 2, "no group has two rollouts to compare: G must be at least 2, and the rollouts of a task "
+            "share a group id")
+    require(0 <= beta < math.inf and clip >= 0 and updates >= 1,
+            f"need beta and clip >= 0, updates >= 1, got {beta}, {clip}, {updates}")
+    require(ratio in ("token", "trajectory"), f'ratio must be "token" or "trajectory", got {ratio!r}')
+    require(not beta or ref_model not in (None, model),
+            "beta > 0 needs the frozen stage-1 model as ref_model; without one, set beta = 0")
 
 
 # ===== E. The two new tokens ================================================================================
@@ -1340,26 +1306,21 @@ def add_reward_tokens(tokenizer, model=None):
     Returns (id of HIGH, id of LOW). The embedding matrix never shrinks; it grows, to a multiple of 64 rows,
     when the new ids do not fit (Qwen2.5 has spare rows, Llama-3.1 none). Call it before sharding the model.
     """
-    if isinstance(tokenizer, ChatFormat):
-        tokenizer = tokenizer.tokenizer
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a ChatFormat may stand for it
     known = len(tokenizer)
     # special: user text that merely spells a reward token can be kept from becoming one (appendix C)
     added = [AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)]
     tokenizer.add_tokens(added, special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([HIGH, LOW])
-    if model is None:
+    trained = ids if model is None else getattr(model.config, "reward_token_ids", None)
+    require(not trained or list(trained) == ids, f"the model was trained with reward tokens {trained}, this "
+            f"tokenizer has {ids}: load the tokenizer that was saved with the model")
+    if trained:
         return tuple(ids)
-    trained = getattr(model.config, "reward_token_ids", ids)
-    if list(trained) != ids:
-        raise ValueError(f"the model was trained with reward tokens {trained}, this tokenizer has {ids}: "
-                         "load the tokenizer that was saved with the model")
-    if hasattr(model.config, "reward_token_ids"):
-        return tuple(ids)
-    if hasattr(model, "peft_config"):
-        raise ValueError("the model has an adapter already: tokens first, adapter second")
-    rows_before = model.get_input_embeddings().weight.shape[0]
-    if hasattr(model.get_input_embeddings().weight, "full_tensor"):
-        raise RuntimeError("the model is sharded: call add_reward_tokens before fully_shard")
+    embeddings = model.get_input_embeddings().weight
+    require(not hasattr(model, "peft_config"), "the model has an adapter: tokens first, adapter second")
+    require(not hasattr(embeddings, "full_tensor"), "the model is sharded: tokens first, fully_shard second")
+    rows_before = len(embeddings)
     if len(tokenizer) > rows_before:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}

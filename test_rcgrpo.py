@@ -1513,8 +1513,8 @@ def test_a_conversation_is_fed_what_is_new_and_equal_prompts_once():
     assert shapes == [(4, 3), (4, 1)]
     (talk,) = turn(talk[1:2], 1)
     assert shapes == [(1, 2), (1, 1)] and policy.real.all()  # and the padding is gone
-    turn([talk, talk], 0, 0)  # two go on from one: read again, once
-    assert shapes == [(1, len(talk) - 1), (2, 1), (2, 1)]
+    turn([talk, talk], 0, 0)  # two go on from one
+    assert shapes == [(2, 2), (2, 1)]
     turn([[1, 2], [3], [4, 5, 6]], 0, 0, 0)  # different prompts share nothing
     assert shapes == [(3, 3), (3, 1)]
 
@@ -1679,7 +1679,7 @@ R1 = template("<|{{ m.role }}|>" + TEXT, "<|assistant|>{{ m.content.split('</thi
 CALLS = ["call\n two", '<tool_call>\n{"name": "ls", "p": "a , b ."}\n</tool_call>', "[^,]+, } ."]
 
 
-def style(tokenizer, *stops, tools_as_user=False, header="", thought="", system=(),
+def style(tokenizer, *stops, no_tools=False, header="", thought="", system=(),
           says=("the mat", "on the other", "sat"), **keywords):
     """A tokenizer with its template, and what is to be known of it. header: of an assistant that thinks."""
     return SimpleNamespace(**locals())
@@ -1690,17 +1690,17 @@ STYLES = {
     "Llama-3.1": lambda: style(unchanged("llama3_1"), "<|eot_id|>", says=CALLS,
                                system=[{"role": "system", "content": "Be brief."}]),
     "Phi-3": lambda: style(byte_level(PHI, "<|endoftext|>", swallows("<|end|>"), swallows("<|assistant|>")),
-                           "<|end|>", "<|endoftext|>", tools_as_user=True),
+                           "<|end|>", "<|endoftext|>", no_tools=True),
     "OLMo-3": lambda: style(byte_level(OLMO, "<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>",
-                            tools_as_user=True),
+                            no_tools=True),
     **{f"OLMo that ends in '{last}'": lambda last=last: style(
-        byte_level(OLMO.replace("<|endoftext|>", last), "<|im_end|>"), "<|im_end|>", tools_as_user=True)
+        byte_level(OLMO.replace("<|endoftext|>", last), "<|im_end|>"), "<|im_end|>", no_tools=True)
        for last in ("over", "")},
-    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", tools_as_user=True),
+    "Mistral": lambda: style(byte_level(MISTRAL, "</s>", "[INST]", "[/INST]"), "</s>", no_tools=True),
     "Qwen3 that does not think": lambda: style(byte_level(QWEN3, "<|im_end|>", *THINK), "<|im_end|>",
                                                header=HEADER, thought=EMPTY, enable_thinking=False),
     "Qwen3.5": lambda: style(byte_level(QWEN35, "<|im_end|>", *THINK), "<|im_end|>", header=HEADER,
-                             thought="<think>\n</think>\n"),
+                             thought="<think>\n</think>\n\n"),
     "R1": lambda: style(byte_level(R1, *FRAME_TOKENS, *THINK), "</s>", header="<|assistant|>",
                         thought="<think>\n</think>\n\n"),
     "Unigram": lambda: style(sentencepiece(FRAME, *FRAME_TOKENS), "</s>"),
@@ -1710,21 +1710,19 @@ STYLES = {
 @pytest.mark.parametrize("name", STYLES)
 def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation(name):
     s = STYLES[name]()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        chat = chat_format(s.tokenizer, **s.keywords)
-    assert [str(w.message)[:34] for w in told] == ["tool results are shown as user mes"] * s.tools_as_user
+    chat = chat_format(s.tokenizer, **s.keywords)
     assert {*s.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))} == {*s.stops}
 
-    answers = [tool("the cat") + tool("sat  on"), user("and the other? "), None]
+    observed = user("the cat sat  on") if s.no_tools else tool("the cat") + tool("sat  on")
+    answers = [observed, user("and the other? "), None]
+    with pytest.raises(ValueError, match='answer as role "user"') if s.no_tools else nullcontext():
+        chat.suffix(tool("the cat"))
     env, left, token = Echo(), iter(answers), HIGH if HIGH in s.tokenizer.get_vocab() else None
     env.reset = lambda: [*s.system, *user("the cat\n\nsat? ")]
     env.step = lambda text: env.heard.append(text) or next(left)
     (t,) = rollout([env], [token], scripted_policy(s.says, chat), chat)
     assert env.heard == [*s.says] and t.reward == 1  # without end tokens
 
-    if s.tools_as_user:
-        answers[0] = user("the cat\n\nsat  on")
     conversation = inject_reward_token(env.reset(), HIGH) if token else env.reset()
     for said, answer in zip(s.says, answers):
         conversation += [{"role": "assistant", "content": said}, *(answer or user("this follows"))]
@@ -1741,7 +1739,7 @@ def test_a_rollout_has_the_ids_of_one_native_rendering_of_the_whole_conversation
 def test_the_env_reads_thoughts_whole_and_an_empty_one_not():
     tokenizer = byte_level(QWEN35, "<|im_end|>", *THINK)
     chat, end = chat_format(tokenizer), tokenizer.eos_token_id
-    assert tokenizer.decode(chat.action("call")) == "</think>\ncall<|im_end|>"
+    assert tokenizer.decode(chat.action("call")) == "</think>\n\ncall<|im_end|>"
     assert chat.text(chat.action("call")) == "call" and chat.text(chat.action("\n call")) == "\n call"
     assert chat.text([*tokenizer("so\n</think>call").input_ids, end]) == "<think>so\n</think>call"
     assert chat.text(chat.action("call")[:-1]) == "call"  # cut before its end
@@ -2168,7 +2166,7 @@ REFUSED = [
       for said in ([], [[]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
     (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
      "env.step(): TypeError: an env gives only what is new"),
-    (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
+    (lambda: played(Echo(), Echo(), policy=script("a")), "each of its 2 prompts, got [[64, 299]]"),
     (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
     (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
     (lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2), "over before the script"),
@@ -4473,7 +4471,8 @@ def tracked_sampling(rows, length, memory, host, training, actor):
     """The same of the plain sampler's rollouts, which come when there are no gradients."""
     policy = rcgrpo.ModelPolicy(actor, {0}, 1.0, 1024)
     memory.peak = 0
-    policy._begin([[row] for row in range(rows)])
+    policy._begin([])
+    policy._select([0] * rows)
     with torch.no_grad():
         policy._feed([[1] * length] * rows)
         policy._feed([[1]] * rows)
