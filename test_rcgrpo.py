@@ -52,31 +52,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+# isort: off
 from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3Config,
-    GenerationConfig,
-    GPT2Config,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+    AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationConfig,
+    GPT2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
@@ -85,32 +70,12 @@ import rcgrpo
 import toy_env
 import train_bfcl as bfcl
 from rcgrpo import (
-    HIGH,
-    JOINT,
-    LOW,
-    ModelPolicy,
-    Trajectory,
-    action_logprobs,
-    action_mask,
-    add_reward_tokens,
-    chat_format,
-    clipped_policy_loss,
-    collect_groups,
-    group_advantages,
-    group_metrics,
-    hindsight_step,
-    inject_reward_token,
-    label_by_reward,
-    model_policy,
-    rcgrpo_step,
-    rcgrpo_update,
-    rctp_loss,
-    rctp_step,
-    rollout,
-    sample,
-    sample_reward_tokens,
-    scripted_policy,
+    HIGH, JOINT, LOW, ModelPolicy, Trajectory, action_logprobs, action_mask, add_reward_tokens, chat_format,
+    clipped_policy_loss, collect_groups, group_advantages, group_metrics, hindsight_step, inject_reward_token,
+    label_by_reward, model_policy, rcgrpo_step, rcgrpo_update, rctp_loss, rctp_step, rollout, sample,
+    sample_reward_tokens, scripted_policy
 )
+# isort: on
 from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_tool_calls
 
 gc.freeze()  # what the libraries made at import need not be looked through each time
@@ -140,8 +105,6 @@ def byte_level_tokenizer():
 
 
 def tokenizer_named(name):
-    if name == "small":
-        return byte_level_tokenizer()
     folder = os.environ.get("RCGRPO_TOKENIZERS")
     try:
         return AutoTokenizer.from_pretrained(Path(folder) / name if folder else HUB[name])
@@ -174,8 +137,9 @@ def tiny_model(vocab_size, kind="qwen2", seed=0, **overrides):
 class Echo:
     """An env that answers each action with the next of `answers`, then ends."""
 
-    def __init__(self, answers=("ok",), request="do it", value=1.0):
+    def __init__(self, answers=("ok",), request="do it", value=1.0, **methods):
         self.answers, self.request, self.value, self.heard = list(answers), request, value, []
+        vars(self).update(methods)
 
     def reset(self):
         return [{"role": "user", "content": self.request}]
@@ -262,7 +226,7 @@ def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_ar
     (1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH), (sum([1 / 6] * 6), 1.0, HIGH)])
 def test_a_rollout_is_labelled_by_its_reward_behind_the_prompt_that_was_played(R, threshold, token):
     messages = user("the cat")
-    (played_one,) = played(env_with(["x"], reset=lambda: messages), groups=["g"])
+    (played_one,) = played(Echo(["x"], reset=lambda: messages), groups=["g"])
     messages[0]["content"] = "a dog"  # what the env would say now does not matter
     t = replace(played_one, reward=R, truncated=True)
     logged = Trajectory(**json.loads(json.dumps(vars(t))))  # it goes through JSON
@@ -454,13 +418,6 @@ def played(*envs, policy=None, reward_tokens=None, **settings):
     return rollout(envs, reward_tokens, policy or says(5, END), TOKENIZER, **settings)
 
 
-def env_with(answers=("ok",), **methods):
-    env = Echo(answers)
-    for name, method in methods.items():
-        setattr(env, name, method)
-    return env
-
-
 def test_a_trajectory_is_what_was_sampled_token_by_token_and_what_the_env_gave():
     envs, prompts, still_open = [Echo(["x"], value=0.0), Echo([]), Echo(["x"] * 3, value=0.5)], [], []
     odd = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "the"]  # encoded again it would be one token
@@ -548,7 +505,7 @@ def test_what_raises_is_named_and_all_is_closed_however_a_rollout_ends(place, wo
         fails = {place: fail} if task == 1 else {}
         fails.pop("make", lambda: None)()
         close = fails.pop("close", lambda: None)
-        return env_with(close=lambda: closed.append(task) or close(), **fails)
+        return Echo(close=lambda: closed.append(task) or close(), **fails)
 
     error = {"ctrl-C": KeyboardInterrupt, "nowhere": None}.get(place, rcgrpo.RolloutError)
     words = words and re.escape(words + "OSError: the disk is full")
@@ -575,7 +532,7 @@ def test_threads_really_overlap_and_keep_the_order():
         time.sleep(0.01 * (4 - together.wait()))
         return answer
 
-    envs = [env_with(reset=lambda row=row: meet(user(f"{row}")), step=lambda text: meet(None),
+    envs = [Echo(reset=lambda row=row: meet(user(f"{row}")), step=lambda text: meet(None),
                      reward=lambda row=row: meet(row / 4)) for row in range(4)]
     trajectories = played(*envs, threads=4)
     assert [(t.opening, t.reward) for t in trajectories] == [(user(f"{row}"), row / 4) for row in range(4)]
@@ -612,15 +569,6 @@ def test_groups_of_two_calls_stay_apart_when_they_are_joined():
 
 
 # ===== 6. Advantages =====
-
-
-def advantages_by_numpy(trajectories, eps=1e-6):
-    R, groups = (np.array([getattr(t, name) for t in trajectories]) for name in ("reward", "group"))
-    A = np.zeros(len(R))
-    for group in set(groups.tolist()):
-        from_mean = R[groups == group] - R[groups == group].mean()
-        A[groups == group] = from_mean / (np.sqrt(np.mean(from_mean**2)) + eps)
-    return A
 
 
 def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_std():
@@ -712,7 +660,8 @@ def test_the_loss_is_finite_for_any_input_and_0_without_actions(ratio):
 def straight_update(model, ref, batch, by=sgd, temperature=1.0, clip=0.2, beta=0.1, ratio="token", updates=1,
                     max_grad_norm=1.0, tokens_per_pass=None):
     """`rcgrpo_update` on a copy of the model. Returns the copy, and the metrics of the last update."""
-    model, A, mask = copy.deepcopy(model).eval(), advantages_by_numpy(batch), action_mask(batch)
+    model, mask = copy.deepcopy(model).eval(), action_mask(batch)
+    A = group_advantages([t.reward for t in batch], [t.group for t in batch]).tolist()
     optimizer = by(model)
     with torch.no_grad():
         old = plain_scores(model, batch, temperature)[0]
@@ -784,50 +733,45 @@ class Parity(Echo):
         return float(sum(map(ord, "".join(self.heard))) % 2 == 0)
 
 
-def chatter(temperature=1.0, seed=0):
-    """A policy that says three random letters and claims a temperature, if given."""
+def chatter(seed=0):
+    """A policy that says three random letters."""
     rng = np.random.default_rng(seed)
-
-    def policy(prompts):
-        return [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
-
-    vars(policy).update({"temperature": temperature} if temperature else {})
-    return policy
+    return lambda prompts: [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
 
 
-@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: the policy's temperature
-    (1, 1.0, {}, {}),
-    (1, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (1, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
-    (1, None, dict(limits={"max_tokens": LONG_TOKENS + 2}), {}),
-    (2, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
+@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: what the policy says of itself
+    (1, dict(temperature=1.0), {}, {}),
+    (1, dict(temperature=0.7), dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (1, {}, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
+    (1, {}, dict(limits={"max_tokens": LONG_TOKENS + 2}), {}),
+    (2, {}, dict(G=4), dict(updates=2, beta=0.5)),
 ], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes"])
 def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_one(
         processes, claims, drawing, settings, monkeypatch):
     start, ref, everyone = policy_model(384), policy_model(384, seed=1), []
-    models = [copy.deepcopy(start) for _ in range(processes)]
-    tasks = [["the cat", LONG], ["the cat"]][:processes]
+    models, tasks = copies(start, processes), [["the cat", LONG], ["the cat"]]
+
+    def seeded(process):
+        policy = chatter(process)
+        vars(policy).update(claims)
+        return dict(tasks=tasks[process], make_env=Parity, policy=policy, tokenizer=TOKENIZER,
+                    generator=torch.Generator().manual_seed(process), **drawing)
 
     def work(process):
-        model, policy = models[process], chatter(claims, process)
-        return rcgrpo_step(
-            model, copy.deepcopy(ref), sgd(model), tasks[process], Parity, policy, TOKENIZER,
-            generator=torch.Generator().manual_seed(process), tokens_per_pass=150, **drawing, **settings)
+        return rcgrpo_step(models[process], copy.deepcopy(ref), sgd(models[process]), tokens_per_pass=150,
+                           **seeded(process), **settings)
 
-    together, fed = Together(models, monkeypatch), feeds(models[0])
-    started = time.perf_counter()
+    together, fed, started = Together(models, monkeypatch), feeds(models[0]), time.perf_counter()
     results = together.run(work)
     elapsed = time.perf_counter() - started
-    limits, draw = drawing.pop("limits", None), {"p": 0.5, **drawing}
     for process, (_, rollouts) in enumerate(results):
-        draw["generator"] = torch.Generator().manual_seed(process)
-        groups = collect_groups(tasks[process], lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
-        assert [t.reward_token for t in rollouts] == [t.reward_token for t in groups]
+        once_more = collect_groups(**seeded(process))
+        assert [replace(t, group=None) for t in rollouts] == [replace(t, group=None) for t in once_more]
         everyone += rollouts
-    expected, metrics = straight_update(start, ref, everyone, temperature=claims or 1.0, **settings)
+    expected, metrics = straight_update(start, ref, everyone, **claims, **settings)
     assert metrics["clip_fraction"] > 0 or not settings
-    metrics.update(group_metrics(everyone, draw["p"]))
-    assert (metrics["truncated"] > 0) == bool(limits) and max(tokens for _, tokens in fed) <= 150
+    metrics.update(group_metrics(everyone, drawing.get("p", 0.5)))
+    assert max(tokens for _, tokens in fed) <= 150
     for (ours, _), model in zip(results, models):
         assert ours.keys() == metrics.keys() | {"rollout_seconds", "update_seconds"}
         assert 0 < ours["rollout_seconds"] < ours["rollout_seconds"] + ours["update_seconds"] < elapsed
@@ -865,7 +809,7 @@ def test_a_hindsight_step_is_stage_1_on_what_earned_1_labelled_high(monkeypatch)
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
 
 
-# ===== 9. What to watch, and the two propositions =====
+# ===== 9. What to watch, and the proposition on variance =====
 
 
 def scored(rewards, tokens=None, group=0, **fields):
@@ -894,23 +838,20 @@ def test_metrics_without_reward_tokens_and_without_rounding_errors():
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
 
-@pytest.mark.parametrize("means, p, G, stratified", [  # of R under HIGH and LOW, for each kind of task
-    ([(1.0, 0.8)], 0.25, 8, False), ([(1.0, 0.0)], 0.5, 6, True), ([(0.9, 0.1), (0.2, 0.1)], 0.5, 5, False)])
-def test_proposition_4_3_the_floor_of_the_variance(means, p, G, stratified):
+@pytest.mark.parametrize("means, p, G", [  # of R under HIGH and LOW, for each kind of task
+    ([(1.0, 0.8)], 0.25, 8), ([(1.0, 0.0)], 0.5, 6), ([(0.9, 0.1), (0.2, 0.1)], 0.5, 5)])
+def test_proposition_4_3_the_floor_of_the_variance(means, p, G):
     rng, generator, batch = np.random.default_rng(0), torch.Generator().manual_seed(0), []
     for group in range(800):
-        tokens = sample_reward_tokens(G, p, generator, stratified)
+        tokens = sample_reward_tokens(G, p, generator)
         mean = dict(zip((HIGH, LOW), means[group % len(means)]))
         batch += scored([rng.random() < mean[token] for token in tokens], tokens, group)
-    metrics, sigma2 = group_metrics(batch, p=p), group_metrics(batch)["sigma2"]
-    assert metrics["sigma2_floor"] < sigma2
-    if stratified:  # between-mode variance without the factor (G-1)/G
-        assert sigma2 == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
-    else:  # of a 0/1 reward, exactly, for each kind of task
-        exact = [(G - 1) / G * m * (1 - m) for high, low in means for m in [p * high + (1 - p) * low]]
-        assert sigma2 == pytest.approx(sum(exact) / len(exact), abs=0.015)
-        gap = sum(high - low for high, low in means) / len(means)
-        assert metrics["sigma2_floor"] == pytest.approx((G - 1) / G * p * (1 - p) * gap**2, abs=0.01)
+    metrics = group_metrics(batch, p=p)
+    exact = [(G - 1) / G * m * (1 - m) for high, low in means for m in [p * high + (1 - p) * low]]
+    assert metrics["sigma2"] == pytest.approx(sum(exact) / len(exact), abs=0.015)  # of a 0/1 reward
+    gap = sum(high - low for high, low in means) / len(means)
+    assert metrics["sigma2_floor"] == pytest.approx((G - 1) / G * p * (1 - p) * gap**2, abs=0.01)
+    assert metrics["sigma2_floor"] < metrics["sigma2"] or means == [(1.0, 0.0)]  # there they are equal
 
 
 # ===== A. Log-probs: of any causal language model, what one plain pass a row gives =====
@@ -1946,14 +1887,9 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
 # ===== What is refused, before it costs anything, and in which words =====
 
 
-def stage_1(batch=None, model=None, **settings):
+def stage_1(batch=None, model=None, step=rctp_step, **settings):
     model, batch = model or policy_model(), rl_batch() if batch is None else batch
-    rctp_step(model, sgd(model), batch, **settings)
-
-
-def update(batch=None, **settings):
-    model, batch = policy_model(), rl_batch() if batch is None else batch
-    rcgrpo_update(model, None, sgd(model), batch, **settings)
+    step(model, optimizer=sgd(model), trajectories=batch, **settings)
 
 
 def stage_2(sampled_at=1.0, model=None, **settings):
@@ -1962,12 +1898,6 @@ def stage_2(sampled_at=1.0, model=None, **settings):
     policy.temperature = sampled_at
     rcgrpo_step(model, tasks=["a"], make_env=policy, tokenizer=TOKENIZER, policy=policy,
                 **{"ref_model": None, "optimizer": sgd(model), **settings})
-
-
-def adapted():
-    model = tiny_model(50)
-    model.peft_config = {}
-    return model
 
 
 def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
@@ -1981,22 +1911,18 @@ def drawn_from(prompts, T=1, diverged=False, **settings):
     sample(model, prompts, T, 5, {0})
 
 
-def drops(method, role):
-    shown = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
-    messages = [{"role": role, "content": "x"}, *user("y")]
-    assert getattr(chat_format(TOKENIZER), method)(messages)  # another template takes them
-    getattr(chat_format(byte_level(shown, "<|im_end|>")), method)(messages)
-
-
 def take(chat_template):
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = chat_template
     return chat_format(tokenizer)
 
 
+ADAPTED = SimpleNamespace(config=None, peft_config={})
+update = partial(stage_1, step=partial(rcgrpo_update, ref_model=None))
 SAME, ZERO, PARTS = Echo(), torch.zeros(1, 1), user([{"type": "text", "text": "hi"}])
 NO_SYSTEM = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
 NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
+DROPS = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
 STATIC = dict(rope_type="default", rope_theta=1e4)
 ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
@@ -2007,7 +1933,6 @@ HOLD = "change these messages: they hold the control tokens"
 IN_PARTS = "this chat template has other ids as a whole than in parts, from "
 REFUSED = [
     (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
-    (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
     *((lambda t=t: label_by_reward(t, TOKENIZER), "needs an action and its .opening, the messages played")
       for t in (replace(SILENT[0], opening=user("x")), rl_batch()[0])),
     (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
@@ -2026,14 +1951,14 @@ REFUSED = [
     (lambda: played(SAME, SAME), "make a fresh env for each"),
     *((lambda given=given: played(Echo(), **given), "whole numbers from 1 on")
       for given in ({"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0}, {"threads": 0})),
-    *((lambda name=name, junk=junk: played(env_with(**{name: lambda *text: junk})),
+    *((lambda name=name, junk=junk: played(Echo(**{name: lambda *text: junk})),
        f"env.{name}(): TypeError: needs a non-empty list of {{'role': str, 'content': str}}, got ")
       for name in ("reset", "step")
       for junk in ([], [None], [{"content": "x"}], [{"role": "tool"}], user(None), PARTS, "hello", 0)),
-    (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
+    (lambda: played(Echo(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
      "env.step(): TypeError: an env gives only what is new"),
-    (lambda: played(env_with(reset=partial(fail, error=StopIteration("no")))), "env.reset(): StopIteration:"),
-    (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
+    (lambda: played(Echo(reset=partial(fail, error=StopIteration("no")))), "env.reset(): StopIteration:"),
+    (lambda: played(Echo(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
     *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
       for said in ([], [[]], [[5], [5]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
     (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
@@ -2059,7 +1984,7 @@ REFUSED = [
     *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
     (lambda: stage_2(G=1, beta=0), NO_PAIR),
     (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
-    (lambda: add_reward_tokens(byte_level_tokenizer(), adapted()), "tokens first, adapter second"),
+    (lambda: add_reward_tokens(byte_level_tokenizer(), ADAPTED), "tokens first, adapter second"),
     *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
     (lambda: score(mask=(1, 1)), "begins with an action"),
     (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
@@ -2084,8 +2009,8 @@ REFUSED = [
     (lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")), HOLD),
     (lambda: chat_format(normalized(normalizers.Replace(JOINT, ""))), HOLD),
     (lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False)), "of a fast tokenizer"),
-    (lambda: drops("suffix", "function"), "drops messages of role function"),
-    (lambda: drops("prompt", "system"), "drops messages of role system"),
+    (lambda: take(DROPS).suffix([{"role": "function", "content": "x"}]), "drops messages of role function"),
+    (lambda: take(DROPS).prompt([{"role": "system", "content": "x"}, *user("y")]), "messages of role system"),
     *((lambda make=make: chat_format(make()), IN_PARTS) for make in (
         lambda: take("{{ messages|length }}" + CHATML),
         lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")),
