@@ -453,10 +453,11 @@ ITS_ANSWER = AN_ACTION + len(chat_format(TOKENIZER).suffix(tool("x")))
     (dict(max_turns=2), [0, 1, 3], [4, 8, 8, 4]),  # over at the turn limit, or still talking
 ])
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on(limits, whole, tokens):
-    policy, limit = says(5, 6, 7, END), limits.pop("max_tokens", 999)
-    for max_tokens, policy.max_tokens in ((limit, 999), (999, limit)):  # the second: what its model can read
+    policy, limit = says(5, 6, 7, END), limits.get("max_tokens", 999)
+    for max_tokens, context in ((limit, 999), (999, limit)):
+        policy.max_tokens = context  # what its model can read
         envs = [Echo([]), Echo(["x"]), Echo(["x"] * 9), Echo([], LONG)]
-        trajectories = played(*envs, policy=policy, max_tokens=max_tokens, **limits)
+        trajectories = played(*envs, policy=policy, **{**limits, "max_tokens": max_tokens})
         assert [row for row, t in enumerate(trajectories) if not t.truncated] == whole
         assert [t.reward for t in trajectories] == [row in whole for row in range(4)]
         assert [sum(t.mask) for t in trajectories] == tokens
@@ -496,14 +497,20 @@ def fail(*args, error=OSError("the disk is full")):  # noqa: B008
 def test_what_raises_is_named_and_all_is_closed_however_a_rollout_ends(place, words, threads):
     closed, raising = [], {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
     policy = partial(raising.get(place, says(5, END)))
-    policy.close = lambda: closed.append("policy") or place == "nowhere" or fail(error=ValueError("hidden"))
+
+    def close(what, raises):
+        closed.append(what)
+        if raises:
+            fail()
 
     def make_env(task):
-        fails = {place: fail} if task == 1 else {}
-        fails.pop("make", lambda: None)()
-        close = fails.pop("close", lambda: None)
-        return Echo(close=lambda: closed.append(task) or close(), **fails)
+        here = place if task == 1 else None
+        if here == "make":
+            fail()
+        methods = {here: fail} if here in ("reset", "step", "reward") else {}
+        return Echo(close=partial(close, task, here == "close"), **methods)
 
+    policy.close = partial(close, "policy", place != "nowhere")  # does not hide an error that is on its way
     error = {"ctrl-C": KeyboardInterrupt, "nowhere": None}.get(place, rcgrpo.RolloutError)
     words = words and re.escape(words + "OSError: the disk is full")
     with pytest.raises(error, match=words) if error else nullcontext() as caught:
@@ -530,7 +537,7 @@ def test_threads_really_overlap_and_keep_the_order():
         return answer
 
     envs = [Echo(reset=lambda row=row: meet(user(f"{row}")), step=lambda text: meet(None),
-                     reward=lambda row=row: meet(row / 4)) for row in range(4)]
+                 reward=lambda row=row: meet(row / 4)) for row in range(4)]
     trajectories = played(*envs, threads=4)
     assert [(t.opening, t.reward) for t in trajectories] == [(user(f"{row}"), row / 4) for row in range(4)]
 
@@ -739,7 +746,7 @@ def chatter(seed=0):
 ], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes"])
 def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_one(
         processes, claims, drawing, settings, monkeypatch):
-    ref, tasks, everyone = policy_model(384, seed=1), [["the cat", LONG], ["the cat"]], []
+    ref, tasks, everyone = policy_model(384, seed=1), [["a"], ["the cat", LONG]][-processes:], []
     together = Together(policy_model(384), processes, monkeypatch)
 
     def seeded(process):
@@ -762,7 +769,7 @@ def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_o
         seconds = ours.pop("rollout_seconds"), ours.pop("update_seconds")
         assert 0 < min(seconds) < sum(seconds) < elapsed
     together.assert_equal(results, expected, {**metrics, **group_metrics(everyone, drawing.get("p", 0.5))})
-    assert max(tokens for _, tokens in together.fed) <= 150
+    assert LONG_TOKENS < max(n for _, n in together.fed) <= 150  # the long group is dealt to the first one
 
 
 def test_groups_are_dealt_by_length_and_none_is_renamed(monkeypatch):
@@ -815,8 +822,8 @@ def test_metrics_by_hand():
 
 
 def test_metrics_without_reward_tokens_and_without_rounding_errors():
-    plain = group_metrics(scored([0.1] * 3 + [0.1 + 1e-12]) + scored([0], truncated=True, group=1))
-    assert plain["zero_std"] == 1 and plain["truncated"] == 0.2  # no rounding error counts as variance
+    plain = group_metrics(scored([0.1, 0.1, 0.1 + 1e-12]) + scored([0], truncated=True, group=1))
+    assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
