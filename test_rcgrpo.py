@@ -1904,111 +1904,116 @@ def take(chat_template):
     return chat_format(tokenizer)
 
 
-ADAPTED = SimpleNamespace(config=None, peft_config={})
+def given(answer):
+    return lambda *asked: answer
+
+
 update = partial(stage_1, step=partial(rcgrpo_update, ref_model=None))
-SAME, ZERO, PARTS = Echo(), torch.zeros(1, 1), user([{"type": "text", "text": "hi"}])
+STEPS, SAME, ZERO = (stage_2, update), Echo(), torch.zeros(1, 1)
+PARTS = user([{"type": "text", "text": "hi"}])
+FORGED = [*user("do it"), {"role": "assistant", "content": "done"}]
 NO_SYSTEM = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
-NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 DROPS = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
 INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
-STATIC = dict(rope_type="default", rope_theta=1e4)
-ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
-SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
-NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
-NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
+ROPES = {SLIDING: dict(rope_type="default", rope_theta=1e4), FULL: DYNAMIC}
 HOLD = "change these messages: they hold the control tokens"
-IN_PARTS = "this chat template has other ids as a whole than in parts, from "
-REFUSED = [
-    (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
-    *((lambda t=t: label_by_reward(t, TOKENIZER), "needs an action and its .opening, the messages played")
-      for t in (replace(SILENT[0], opening=user("x")), rl_batch()[0])),
-    (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
-    (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
-    (lambda: stage_1([*rl_batch(), SILENT[0]]), "an action token cannot be trained on: rows [8] of 9"),
-    *((lambda n=n: stage_1(tokens_per_pass=n), "tokens_per_pass must be a whole number from 1 on, got")
-      for n in (0, 2.5)),
-    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive (inf for no clipping), got")
-      for n in (0, math.nan, None)),
-    (lambda: stage_1(model=torch.nn.DataParallel(policy_model())), "DataParallel is no model of trans"),
-    *((lambda G=G, p=p: sample_reward_tokens(G, p), f"need G >= 1 and 0 <= p <= 1, got G = {G}, p = {p}")
-      for G, p in ((0, 0.5), (4, -0.1), (4, 1.1), (4, math.nan))),
-    (lambda: played(), "at least one: 0 envs"),
-    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 and 1"),
-    (lambda: played(Echo(), groups=[1, 2]), "1 envs, 1 and 2"),
-    (lambda: played(SAME, SAME), "make a fresh env for each"),
-    *((lambda given=given: played(Echo(), **given), "whole numbers from 1 on")
-      for given in ({"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0}, {"threads": 0})),
-    *((lambda name=name, junk=junk: played(Echo(**{name: lambda *text: junk})),
-       f"env.{name}(): TypeError: needs a non-empty list of {{'role': str, 'content': str}}, got ")
-      for name in ("reset", "step")
-      for junk in ([], [None], [{"content": "x"}], [{"role": "tool"}], user(None), PARTS, "hello", 0)),
-    (lambda: played(Echo(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
-     "env.step(): TypeError: an env gives only what is new"),
-    (lambda: played(Echo(reset=partial(fail, error=StopIteration("no")))), "env.reset(): StopIteration:"),
-    (lambda: played(Echo(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
-    *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
-      for said in ([], [[]], [[5], [5]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
-    (lambda: played(Echo(), Echo(), policy=script("a")), "speaks in one conversation, not in 2"),
-    (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
-    (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
-    (lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2), "over before the script"),
-    *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
-    *((lambda groups=groups: group_advantages([1, 1], groups), "one group id per reward: 2 rewards, ")
-      for groups in ([0], [0, 0, 0])),
-    (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
-    *((lambda step=step, given=given: step(**{"beta": 0, **given}), words) for step in (stage_2, update)
-      for words, *settings in (
-          (NO_REF, {"beta": 0.1}), ("\", got 'turn'", {"ratio": "turn"}),
-          ("need beta and clip >= 0, updates >= 1,", {"beta": -0.1}, {"clip": -0.2}, {"updates": 0},
-           {"beta": math.nan}, {"beta": math.inf}),
-          ("tokens_per_pass must be", {"tokens_per_pass": 0}),
-          ("max_grad_norm must be positive", {"max_grad_norm": None}),
-      ) for given in settings),
-    (lambda: stage_2(ref_model=(model := policy_model()), model=model), NO_REF),
-    (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
-    (lambda: stage_2(beta=0, temperature=0.7), "multiple values for argument 'temperature'"),
-    (lambda: update(beta=0, temperature=0), "at temperature 0 cannot be scored"),
-    *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
-    (lambda: stage_2(G=1, beta=0), NO_PAIR),
-    (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
-    (lambda: add_reward_tokens(byte_level_tokenizer(), ADAPTED), "tokens first, adapter second"),
-    *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
-    (lambda: score(mask=(1, 1)), "begins with an action"),
-    (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
-    (lambda: score(514), "a row of 514 tokens, and the model reads 512"),
-    *((lambda kind=kind, given=given: score(18, model=tiny(kind, **given)), "the model reads 16 (its")
-      for kind, given in (
-          ("llama", dict(rope_parameters=DYNAMIC)), ("phi3", SHORT_ROPE), ("gemma3_text", ROPES))),
-    *((lambda given=given: ModelPolicy(tiny_model(9), {0}, *given), "need 0 <= temperature < inf, max_")
-      for given in ((-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0))),
-    (lambda: drawn_from([[1], []]), "must have from 1 to 511 tokens, got [1, 0]"),
-    (lambda: drawn_from([[1] * 8], max_position_embeddings=8), "from 1 to 7 tokens, got [8]"),
-    (lambda: drawn_from([[1, 9]]), "call add_reward_tokens(tokenizer, model)"),
-    *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
-    (lambda: take(None), "no chat template"),
-    (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
-    (lambda: take(CHATML).prompt(PARTS), "the content of a message must be a string, got [{"),
-    (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
-    (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
-    (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
-    (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
-    (lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")), HOLD),
-    (lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")), HOLD),
-    (lambda: chat_format(normalized(normalizers.Replace(JOINT, ""))), HOLD),
-    (lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False)), "of a fast tokenizer"),
-    (lambda: take(DROPS).suffix([{"role": "function", "content": "x"}]), "drops messages of role function"),
-    (lambda: take(DROPS).prompt([{"role": "system", "content": "x"}, *user("y")]), "messages of role system"),
-    *((lambda make=make: chat_format(make()), IN_PARTS) for make in (
-        lambda: take("{{ messages|length }}" + CHATML),
-        lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")),
-        lambda: sentencepiece(INST, "</s>"), lambda: byte_level(BLANK, "</s>"),
-        lambda: sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True),
-        lambda: sentencepiece(FRAME, *FRAME_TOKENS, prepend="first"))),
+REFUSED = [  # in which words, and what
+    ("no user message", lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH),
+     lambda: played(Echo(reset=given(tool("x"))), reward_tokens=[LOW])),
+    ("needs an action and its .opening, the messages played",
+     lambda: label_by_reward(replace(SILENT[0], opening=user("x")), TOKENIZER),
+     lambda: label_by_reward(rl_batch()[0], TOKENIZER)),
+    ("no action token in the batch: drop", lambda: rctp_loss(ZERO, ZERO.bool())),
+    ("without an action token cannot be trained on: rows [] of 0", lambda: stage_1([])),
+    ("without an action token cannot be trained on: rows [8]", lambda: stage_1([*rl_batch(), SILENT[0]])),
+    ("DataParallel is no model of trans", lambda: stage_1(model=torch.nn.DataParallel(policy_model()))),
+    ("tokens_per_pass must be a whole number from 1 on, got",
+     *(partial(step, tokens_per_pass=n) for step in (stage_1, *STEPS) for n in (0, 2.5))),
+    ("max_grad_norm must be positive (inf for no clipping), got",
+     *(partial(step, max_grad_norm=n) for step in (stage_1, *STEPS) for n in (0, math.nan, None))),
+    ("need G >= 1 and 0 <= p <= 1, got G = ", *(
+        partial(sample_reward_tokens, G, p) for G, p in ((0, 0.5), (4, -0.1), (4, 1.1), (4, math.nan)))),
+    ("at least one: 0 envs", played),
+    ("1 envs, 2 and 1", lambda: played(Echo(), reward_tokens=[HIGH, LOW])),
+    ("1 envs, 1 and 2", lambda: played(Echo(), groups=[1, 2])),
+    ("make a fresh env for each", lambda: played(SAME, SAME)),
+    ("whole numbers from 1 on", lambda: played(Echo(), max_tokens=0), lambda: played(Echo(), threads=0),
+     lambda: played(Echo(), max_turns=0), lambda: played(Echo(), max_turns=1.5)),
+    *((f"env.{name}(): TypeError: needs a non-empty list of {{'role': str, 'content': str}}, got ",
+       *(partial(played, Echo(**{name: given(junk)})) for junk in (
+           [], [None], [{"content": "x"}], [{"role": "tool"}], user(None), PARTS, "hello", 0)))
+      for name in ("reset", "step")),
+    ("env.reset(): StopIteration: no", lambda: played(Echo(reset=partial(fail, error=StopIteration("no"))))),
+    ("env.step(): TypeError: an env gives only what is new", lambda: played(Echo(step=given(FORGED)))),
+    ("turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got ",
+     *(partial(played, Echo(), policy=given(said)) for said in (
+         [], [[]], [[5], [5]], ["42"], [["4", "2"]], [[4.0]], None, "42"))),
+    ("speaks in one conversation, not in 2", lambda: played(Echo(), Echo(), policy=script("a"))),
+    ("let its last line end it", lambda: played(Echo(), policy=script("a"))),
+    ("the conversation was over before the script", lambda: played(Echo(), policy=script("a", "b", "c")),
+     lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)),
+    ("finite and in [0, 1]", *(partial(group_advantages, [R], [0]) for R in (math.nan, -0.1, 1.1))),
+    ("one group id per reward: 2 rewards, ", *(
+        partial(group_advantages, [1, 1], groups) for groups in ([0], [0, 0, 0]))),
+    ("\", got 'turn'", lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"),
+     *(partial(step, ratio="turn") for step in STEPS)),
+    ("need beta and clip >= 0, updates >= 1,", *(
+        partial(step, **bad) for step in STEPS for bad in (
+            {"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan}, {"beta": math.inf}))),
+    ("beta > 0 needs the frozen stage-1 model", *STEPS,
+     lambda: stage_2(ref_model=(model := policy_model()), model=model)),
+    ("unexpected keyword argument 'tokens_per_passes'", lambda: stage_2(beta=0, tokens_per_passes=9)),
+    ("multiple values for argument 'temperature'", lambda: stage_2(beta=0, temperature=0.7)),
+    ("cannot be scored: take one above 0", lambda: update(temperature=0), partial(stage_2, 0.0),
+     partial(stage_2, math.inf)),
+    ("no group has two rollouts to compare", lambda: stage_2(G=1),
+     lambda: update([replace(t, group=None) for t in rl_batch()])),
+    ("tokens first, adapter second", lambda: add_reward_tokens(
+        byte_level_tokenizer(), SimpleNamespace(config=None, peft_config={}))),
+    ("temperature > 0", lambda: score(temperature=0), lambda: score(temperature=math.nan)),
+    ("begins with an action", lambda: score(mask=(1, 1))),
+    ("token id 50, and the model has 50 embeddings", lambda: score(last=50)),
+    ("a row of 514 tokens, and the model reads 512", lambda: score(514)),
+    ("the model reads 16 (its", lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)),
+     lambda: score(18, model=tiny("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=16)),
+     lambda: score(18, model=tiny("gemma3_text", **layers(SLIDING, FULL, rope_parameters=ROPES)))),
+    ("need 0 <= temperature < inf, max_", *(
+        partial(ModelPolicy, tiny_model(9), {0}, *bad) for bad in (
+            (-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0)))),
+    ("must have from 1 to 511 tokens, got [1, 0]", lambda: drawn_from([[1], []])),
+    ("from 1 to 7 tokens, got [8]", lambda: drawn_from([[1] * 8], max_position_embeddings=8)),
+    ("call add_reward_tokens(tokenizer, model)", lambda: drawn_from([[1, 9]])),
+    ("weights have diverged", *(partial(drawn_from, [[1], [3]], T, diverged=True) for T in (0, 1))),
+    ("no chat template", lambda: take(None)),
+    ("call add_reward_tokens", lambda: take(CHATML).prompt(user("x"), HIGH)),
+    ("the content of a message must be a string, got [{", lambda: take(CHATML).prompt(PARTS)),
+    ("must end a turn with an added token, not with '\\nuser\\nv\\n",
+     lambda: take(CHATML.replace("<|im_start|>", "").replace("<|im_end|>", ""))),
+    ("chat template fails on messages of user: TypeError", lambda: take("{{ tools|length }}" + CHATML)),
+    ("drops messages of role user", lambda: take(CHATML.replace("m['content']", "m['content']|upper"))),
+    ("drops messages of role function",
+     lambda: take(DROPS).suffix([{"role": "function", "content": "x"}])),
+    ("drops messages of role system",
+     lambda: take(DROPS).prompt([{"role": "system", "content": "x"}, *user("y")])),
+    ("of a fast tokenizer",
+     lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False))),
+    (HOLD, lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")),
+     lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")),
+     lambda: chat_format(normalized(normalizers.Replace(JOINT, "")))),
+    ("other ids as a whole than in parts, from '<|im_start|>assistant' on",
+     lambda: take(CHATML.partition("{% if add")[0])),
+    ("this chat template has other ids as a whole than in parts, from ",
+     lambda: take("{{ messages|length }}" + CHATML),
+     lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")),
+     lambda: chat_format(sentencepiece(INST, "</s>")), lambda: chat_format(byte_level(BLANK, "</s>")),
+     lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)),
+     lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first"))),
 ]
 
 
-@pytest.mark.parametrize("call, words", REFUSED, ids=[words for _, words in REFUSED])
-def test_what_would_go_wrong_is_refused_in_one_line(call, words):
+@pytest.mark.parametrize("words, call", [
+    pytest.param(words, call, id=words) for words, *calls in REFUSED for call in calls])
+def test_what_would_go_wrong_is_refused_in_one_line(words, call):
     with pytest.raises((TypeError, ValueError), match=re.escape(words)) as refusal:
         call()
     assert "\n" not in str(refusal.value)
