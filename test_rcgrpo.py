@@ -223,7 +223,7 @@ def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_ar
 
 
 @pytest.mark.parametrize("R, threshold, token", [
-    (1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH), (sum([1 / 6] * 6), 1.0, HIGH)])
+    (1.0, {}, HIGH), (0.99, {}, LOW), (0.5, {"threshold": 0.5}, HIGH), (sum([1 / 6] * 6), {}, HIGH)])
 def test_a_rollout_is_labelled_by_its_reward_behind_the_prompt_that_was_played(R, threshold, token):
     messages = user("the cat")
     (played_one,) = played(Echo(["x"], reset=lambda: messages), groups=["g"])
@@ -233,7 +233,7 @@ def test_a_rollout_is_labelled_by_its_reward_behind_the_prompt_that_was_played(R
     prompt = TOKENIZER.apply_chat_template(user(f"the cat\n\n[Reward Goal: {token}]"), return_dict=False,
                                            add_generation_prompt=True)
     start = t.mask.index(1)
-    assert label_by_reward(logged, TOKENIZER, threshold) == replace(
+    assert label_by_reward(logged, TOKENIZER, **threshold) == replace(
         t, ids=prompt + t.ids[start:], mask=[0] * len(prompt) + t.mask[start:], reward_token=token)
     assert logged == t
 
@@ -451,12 +451,13 @@ ITS_ANSWER = AN_ACTION + len(chat_format(TOKENIZER).suffix(tool("x")))
     (dict(max_tokens=ITS_ANSWER + 4), [0, 1], [4, 8, 8, 0]),
     (dict(max_tokens=LONG_TOKENS + 4, max_turns=1), [0, 3], [4, 4, 4, 4]),
     (dict(max_turns=2), [0, 1, 3], [4, 8, 8, 4]),  # over at the turn limit, or still talking
+    ({}, [0, 1, 3], [4, 8, 80, 4]),  # 20 turns
 ])
 def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on(limits, whole, tokens):
     policy, limit = says(5, 6, 7, END), limits.get("max_tokens", 999)
     for max_tokens, context in ((limit, 999), (999, limit)):
         policy.max_tokens = context  # what its model can read
-        envs = [Echo([]), Echo(["x"]), Echo(["x"] * 9), Echo([], LONG)]
+        envs = [Echo([]), Echo(["x"]), Echo(["x"] * 20), Echo([], LONG)]
         trajectories = played(*envs, policy=policy, **{**limits, "max_tokens": max_tokens})
         assert [row for row, t in enumerate(trajectories) if not t.truncated] == whole
         assert [t.reward for t in trajectories] == [row in whole for row in range(4)]
@@ -1926,7 +1927,8 @@ REFUSED = [  # in which words, and what
     ("no action token in the batch: drop", lambda: rctp_loss(ZERO, ZERO.bool())),
     ("without an action token cannot be trained on: rows [] of 0", lambda: stage_1([])),
     ("without an action token cannot be trained on: rows [8]", lambda: stage_1([*rl_batch(), SILENT[0]])),
-    ("DataParallel is no model of trans", lambda: stage_1(model=torch.nn.DataParallel(policy_model()))),
+    ("DataParallel is no model of transformers", *(
+        partial(step, model=torch.nn.DataParallel(policy_model())) for step in (stage_1, *STEPS))),
     ("tokens_per_pass must be a whole number from 1 on, got",
      *(partial(step, tokens_per_pass=n) for step in (stage_1, *STEPS) for n in (0, 2.5))),
     ("max_grad_norm must be positive (inf for no clipping), got",
