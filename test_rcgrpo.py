@@ -324,7 +324,7 @@ class Together:
         self.models = [copy.deepcopy(start).train() for _ in range(size)]
         self.barrier, self.values = threading.Barrier(size, timeout=20), [None] * size
         monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
-            is_initialized=lambda: True, get_rank=lambda: self.here.rank, get_world_size=lambda: size,
+            is_initialized=lambda: size > 1, get_rank=lambda: self.here.rank, get_world_size=lambda: size,
             all_gather_object=self.all_gather))
         for name, parameter in [named for model in self.models for named in model.named_parameters()]:
             parameter.register_hook(partial(self.sum, name))
@@ -741,7 +741,7 @@ def chatter(seed=0):
 @pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: what the policy says of itself
     (1, dict(temperature=1.0), {}, {}),
     (1, dict(temperature=0.7), dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (1, {}, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
+    (1, {}, dict(G=6, p=0.7, stratified=True), dict(updates=2, ratio="trajectory")),
     (1, {}, dict(limits={"max_tokens": LONG_TOKENS + 2}), {}),
     (2, {}, dict(G=4), dict(updates=2, beta=0.5)),
 ], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes"])
@@ -824,7 +824,8 @@ def test_metrics_by_hand():
 
 def test_metrics_without_reward_tokens_and_without_rounding_errors():
     plain = group_metrics(scored([0.1, 0.1, 0.1 + 1e-12]) + scored([0], truncated=True, group=1))
-    assert plain["zero_std"] == 1 and plain["truncated"] == 0.25  # no rounding error counts as variance
+    assert plain["zero_std"] == 1  # no rounding error counts as variance
+    assert plain["truncated"] == 0.25 and plain["reward"] == pytest.approx(0.075)
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
 
@@ -1893,6 +1894,12 @@ def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
     action_logprobs(model or tiny_model(50), [Trajectory(ids, list(mask) * (n // 2))], temperature)
 
 
+def adapted():
+    model = tiny_model(50)
+    model.peft_config = {}
+    return model
+
+
 def drawn_from(prompts, T=1, diverged=False, **settings):
     model = tiny_model(9, **settings)
     model.get_output_embeddings().weight.data[3] *= math.nan if diverged else 1
@@ -1970,8 +1977,7 @@ REFUSED = [  # in which words, and what
      partial(stage_2, math.inf)),
     ("no group has two rollouts to compare", lambda: stage_2(G=1),
      lambda: update([replace(t, group=None) for t in rl_batch()])),
-    ("tokens first, adapter second", lambda: add_reward_tokens(
-        byte_level_tokenizer(), SimpleNamespace(config=None, peft_config={}))),
+    ("tokens first, adapter second", lambda: add_reward_tokens(byte_level_tokenizer(), adapted())),
     ("temperature > 0", lambda: score(temperature=0), lambda: score(temperature=math.nan)),
     ("begins with an action", lambda: score(mask=(1, 1))),
     ("token id 50, and the model has 50 embeddings", lambda: score(last=50)),
