@@ -197,7 +197,7 @@ def test_no_name_of_this_file_is_given_twice():
 def test_a_setting_has_one_default_wherever_it_is_named():
     settings = [setting for function in (
         rctp_step, sample_reward_tokens, collect_groups, clipped_policy_loss, rcgrpo_step, rcgrpo_update,
-        rcgrpo.check_update, action_logprobs, model_policy, ModelPolicy,
+        hindsight_step, rcgrpo.check_step, rcgrpo.check_update, action_logprobs, model_policy, ModelPolicy,
     ) for setting in inspect.signature(function).parameters.items()]
     defaults = {(name, setting.default) for name, setting in settings if setting.default is not setting.empty}
     assert [name for name, n in Counter(name for name, _ in defaults).items() if n > 1] == []
@@ -828,6 +828,8 @@ def test_metrics_without_reward_tokens_and_without_rounding_errors():
     assert plain["truncated"] == 0.25 and plain["reward"] == pytest.approx(0.075)
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
+    for token in (HIGH, LOW):
+        assert group_metrics(scored([1, 0], [token] * 2))["reward_high_minus_low"] is None
 
 
 @pytest.mark.parametrize("high, low, p, G", [(1.0, 0.8, 0.25, 8), (0.9, 0.1, 0.5, 5)])  # mean R by token
@@ -1975,7 +1977,7 @@ REFUSED = [  # in which words, and what
     ("multiple values for argument 'temperature'", lambda: stage_2(beta=0, temperature=0.7)),
     ("cannot be scored: take one above 0", lambda: update(temperature=0), partial(stage_2, 0.0),
      partial(stage_2, math.inf)),
-    ("no group has two rollouts to compare", lambda: stage_2(G=1),
+    ("no group has two rollouts to compare", lambda: stage_2(G=1), lambda: update([]),
      lambda: update([replace(t, group=None) for t in rl_batch()])),
     ("tokens first, adapter second", lambda: add_reward_tokens(byte_level_tokenizer(), adapted())),
     ("temperature > 0", lambda: score(temperature=0), lambda: score(temperature=math.nan)),
