@@ -52,33 +52,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+# isort: off
 from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3Config,
-    GenerationConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+    AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationConfig,
+    GPT2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
@@ -87,32 +70,12 @@ import rcgrpo
 import toy_env
 import train_bfcl as bfcl
 from rcgrpo import (
-    HIGH,
-    JOINT,
-    LOW,
-    ModelPolicy,
-    Trajectory,
-    action_logprobs,
-    action_mask,
-    add_reward_tokens,
-    chat_format,
-    clipped_policy_loss,
-    collect_groups,
-    group_advantages,
-    group_metrics,
-    hindsight_step,
-    inject_reward_token,
-    label_by_reward,
-    model_policy,
-    rcgrpo_step,
-    rcgrpo_update,
-    rctp_loss,
-    rctp_step,
-    rollout,
-    sample,
-    sample_reward_tokens,
-    scripted_policy,
+    HIGH, JOINT, LOW, ModelPolicy, Trajectory, action_logprobs, action_mask, add_reward_tokens, chat_format,
+    clipped_policy_loss, collect_groups, group_advantages, group_metrics, hindsight_step, inject_reward_token,
+    label_by_reward, model_policy, rcgrpo_step, rcgrpo_update, rctp_loss, rctp_step, rollout, sample,
+    sample_reward_tokens, scripted_policy
 )
+# isort: on
 from train_bfcl import BFCLEnv, DTensor, LeaderboardEnv, expert_turns, parse_tool_calls
 
 gc.freeze()  # what the libraries made at import need not be looked through each time
@@ -142,8 +105,6 @@ def byte_level_tokenizer():
 
 
 def tokenizer_named(name):
-    if name == "small":
-        return byte_level_tokenizer()
     folder = os.environ.get("RCGRPO_TOKENIZERS")
     try:
         return AutoTokenizer.from_pretrained(Path(folder) / name if folder else HUB[name])
@@ -170,17 +131,15 @@ def tiny_model(vocab_size, kind="qwen2", seed=0, **overrides):
     config = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                   num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
                   tie_word_embeddings=False, initializer_range=0.2)
-    config.update(overrides)
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**config))
-    return LlamaForCausalLM(LlamaConfig(**config))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**config, **overrides}))
 
 
 class Echo:
     """An env that answers each action with the next of `answers`, then ends."""
 
-    def __init__(self, answers=("ok",), request="do it", value=1.0):
+    def __init__(self, answers=("ok",), request="do it", value=1.0, **methods):
         self.answers, self.request, self.value, self.heard = list(answers), request, value, []
+        vars(self).update(methods)
 
     def reset(self):
         return [{"role": "user", "content": self.request}]
@@ -217,14 +176,8 @@ def random_turns(rng, n, longest=6):
     return list(zip(parts[::2], parts[1::2]))
 
 
-@functools.cache
-def ready_tokenizer():
-    tokenizer = byte_level_tokenizer()
-    add_reward_tokens(tokenizer)
-    return tokenizer
-
-
-TOKENIZER = ready_tokenizer()  # not to be changed by a test
+TOKENIZER = byte_level_tokenizer()  # not to be changed by a test
+add_reward_tokens(TOKENIZER)
 END = chat_format(TOKENIZER).end_of_turn
 
 
@@ -232,24 +185,22 @@ def test_the_examples_in_the_docstrings_are_true():
     result = doctest.testmod(rcgrpo)
     assert result.failed == 0 and result.attempted >= 6
 
+
 def test_no_name_of_this_file_is_given_twice():
-    names = []
-    for node in ast.parse(Path(__file__).read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        stored = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-        names += [name.id for name in stored if isinstance(name.ctx, ast.Store)]
-        names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+    body = ast.parse(Path(__file__).read_text()).body
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
     assert [name for name, n in Counter(names).items() if n > 1] == []
 
 
 def test_a_setting_has_one_default_wherever_it_is_named():
-    defaults = {}
-    for function in (rctp_step, sample_reward_tokens, collect_groups, clipped_policy_loss, rcgrpo_step,
-                     rcgrpo_update, rcgrpo.check_update, action_logprobs, model_policy, ModelPolicy):
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.default is not parameter.empty:
-                defaults.setdefault(name, set()).add(parameter.default)
-    assert {name for name, values in defaults.items() if len(values) > 1} == set()
+    settings = [setting for function in (
+        rctp_step, sample_reward_tokens, collect_groups, clipped_policy_loss, rcgrpo_step, rcgrpo_update,
+        hindsight_step, rcgrpo.check_step, rcgrpo.check_update, action_logprobs, model_policy, ModelPolicy,
+    ) for setting in inspect.signature(function).parameters.items()]
+    defaults = {(name, setting.default) for name, setting in settings if setting.default is not setting.empty}
+    assert [name for name, n in Counter(name for name, _ in defaults).items() if n > 1] == []
 
 
 # ===== 1. Reward tokens =====
@@ -264,50 +215,35 @@ def test_the_reward_token_goes_to_the_end_of_the_first_user_message():
 # ===== 2. Trajectories =====
 
 
-@pytest.mark.parametrize("ids", [
-    [7, 9, 7, 9, 9], [(0, 1), (1, 1), (0, 1), (1, 1), (1, 1)], [[0, 1], [1, 1], [0, 1], [1, 1], [1, 1]],
-    torch.tensor([0, 1, 0, 1, 1]), list(torch.tensor([0, 1, 0, 1, 1])), np.array(["a", "b", "a", "b", "b"]),
-], ids=lambda ids: f"{type(ids).__name__} of {type(ids[0]).__name__}")
-def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_are_alone(ids):
-    assert list(rcgrpo.rows_by_group(ids).values()) == [[0, 2], [1, 3, 4]]
+def test_rows_that_share_an_id_are_a_group_whatever_the_id_is_and_without_one_are_alone():
+    for ids in ([7, 9, 7, 9, 9], [("a", 1), "b", ["a", 1], "b", "b"], torch.tensor([0, 1, 0, 1, 1]),
+                np.array([*"ababb"])):
+        assert list(rcgrpo.rows_by_group(ids).values()) == [[0, 2], [1, 3, 4]]
     assert list(rcgrpo.rows_by_group([None, 1, None, 1]).values()) == [[0], [1, 3], [2]]
 
 
-def test_a_trajectory_goes_through_json():
-    (t,) = played(Echo(value=0.5), reward_tokens=[LOW], groups=[("a", 1)])
-    again = Trajectory(**json.loads(json.dumps(vars(t))))
-    assert list(rcgrpo.rows_by_group([again.group, ("a", 1)])) == [t.group]
-    assert replace(again, group=t.group) == t
-
-
 @pytest.mark.parametrize("R, threshold, token", [
-    (1.0, 1.0, HIGH), (0.99, 1.0, LOW), (0.5, 0.5, HIGH), (sum([1 / 6] * 6), 1.0, HIGH)])
-def test_a_rollout_is_labelled_by_its_reward(R, threshold, token):
-    turns = ([5, 6], [7]), ([8], [])
-    fields = dict(group="g", reward=R, truncated=True, opening=user("the cat"))
-    logged = trajectory([9, 9, 9], *turns, **fields)
-    labelled = label_by_reward(logged, TOKENIZER, threshold)
-    conditioned = user(f"the cat\n\n[Reward Goal: {token}]")
-    text = TOKENIZER.apply_chat_template(conditioned, tokenize=False, add_generation_prompt=True)
-    prompt = TOKENIZER(text, add_special_tokens=False).input_ids
-    assert labelled == trajectory(prompt, *turns, reward_token=token, **fields)
-    assert logged == trajectory([9, 9, 9], *turns, **fields)
-
-
-def test_what_was_played_is_labelled_whatever_the_env_would_say_now():
-    messages = user("repeat 41")
-    env = env_with(reset=lambda: messages)
-    (t,) = played(env)
-    messages[0]["content"] = "repeat 97"
-    assert "repeat 41" in TOKENIZER.decode(label_by_reward(t, TOKENIZER).ids)
+    (1.0, {}, HIGH), (0.99, {}, LOW), (0.5, {"threshold": 0.5}, HIGH), (sum([1 / 6] * 6), {}, HIGH)])
+def test_a_rollout_is_labelled_by_its_reward_behind_the_prompt_that_was_played(R, threshold, token):
+    messages = user("the cat")
+    (played_one,) = played(Echo(["x"], reset=lambda: messages), groups=["g"])
+    messages[0]["content"] = "a dog"  # what the env would say now does not matter
+    t = replace(played_one, reward=R, truncated=True)
+    logged = Trajectory(**json.loads(json.dumps(vars(t))))  # it goes through JSON
+    prompt = TOKENIZER.apply_chat_template(user(f"the cat\n\n[Reward Goal: {token}]"), return_dict=False,
+                                           add_generation_prompt=True)
+    start = t.mask.index(1)
+    assert label_by_reward(logged, TOKENIZER, **threshold) == replace(
+        t, ids=prompt + t.ids[start:], mask=[0] * len(prompt) + t.mask[start:], reward_token=token)
+    assert logged == t
 
 
 # ===== 3. Stage 1: the step is the one that is written straight down here =====
 
 
-def rl_batch(seed=0):
+def rl_batch():
     """Two groups of four with rewards, ragged and mixed, of a vocabulary of 50."""
-    rng, batch = np.random.default_rng(seed), []
+    rng, batch = np.random.default_rng(0), []
     for group in range(2):
         prompt = rng.integers(1, 50, 12).tolist()
         for reward in (1.0, 0.0, 0.0, 1.0):
@@ -325,44 +261,6 @@ def plain_scores(model, trajectories, temperature=1.0):
         logps.append(every[torch.arange(len(t.ids) - 1), torch.tensor(t.ids[1:])][sampled])
         entropies.append(-(every.exp() * every).sum(-1)[sampled].detach())
     return [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logps, entropies)]
-
-
-class Together:
-    """Processes as threads of this one: they meet in every collective, or the test fails."""
-
-    def __init__(self, models, monkeypatch):
-        self.size, self.here = len(models), threading.local()
-        self.barrier, self.values = threading.Barrier(self.size, timeout=20), [None] * self.size
-        monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
-            is_initialized=lambda: True, get_rank=lambda: self.here.process, get_world_size=lambda: self.size,
-            all_gather_object=self.all_gather))
-        for model in models:
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(partial(self.sum, models.index(model), name))
-
-    def exchange(self, process, value):
-        self.values[process] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
-
-    def all_gather(self, lists, value):
-        lists[:] = self.exchange(self.here.process, value)
-
-    def sum(self, process, name, gradient):
-        """As sharded models do: gradients are summed over processes when they are made."""
-        everyones = self.exchange(process, (name, gradient))
-        assert {other for other, _ in everyones} == {name}
-        return sum(g for _, g in everyones)
-
-    def run(self, work):
-        def begin(process):
-            self.here.process = process
-            return work(process)
-
-        with ThreadPoolExecutor() as threads:
-            return list(threads.map(begin, range(self.size)))
 
 
 def sgd(model):
@@ -418,11 +316,49 @@ def feeds(model):
     return shapes
 
 
-def failed_step(model):
-    """As a step that ended in an error leaves it: with gradients."""
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    return model
+class Together:
+    """Processes as threads of this one, each with a copy of the model: they meet in every collective."""
+
+    def __init__(self, start, size, monkeypatch):
+        self.start, self.here = start, threading.local()
+        self.models = [copy.deepcopy(start).train() for _ in range(size)]
+        self.barrier, self.values = threading.Barrier(size, timeout=20), [None] * size
+        monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
+            is_initialized=lambda: size > 1, get_rank=lambda: self.here.rank, get_world_size=lambda: size,
+            all_gather_object=self.all_gather))
+        for name, parameter in [named for model in self.models for named in model.named_parameters()]:
+            parameter.register_hook(partial(self.sum, name))
+            parameter.grad = torch.ones_like(parameter)  # as a step that ended in an error leaves it
+
+    def all_gather(self, lists, value):
+        self.values[self.here.rank] = value
+        self.barrier.wait()
+        lists[:] = self.values
+        self.barrier.wait()
+
+    def sum(self, name, gradient):
+        """As sharded models do: gradients are summed over processes when they are made."""
+        self.all_gather(gradients := [], (name, gradient))
+        assert {other for other, _ in gradients} == {name}
+        return sum(g for _, g in gradients)
+
+    def run(self, work):
+        """The results of work(model, rank). What the first model was fed is in self.fed."""
+        def begin(rank):
+            self.here.rank = rank
+            return work(self.models[rank], rank)
+
+        self.fed = feeds(self.models[0])
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(begin, range(len(self.models))))
+
+    def assert_equal(self, results, expected, metrics):
+        """All of them did what was expected, and let go of their gradients."""
+        for ours, model in zip(results, self.models):
+            assert ours.keys() == metrics.keys()
+            assert_close(ours, metrics)
+            assert_moved_alike(self.start, model, expected)
+            assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("shares, limit, max_grad_norm, by, n_passes", [
@@ -430,17 +366,11 @@ def failed_step(model):
     ([slice(6), slice(6, 8)], 30, 1.0, sgd, None)], ids=["one pass", "passes", "row by row", "two processes"])
 def test_a_step_of_stage_1_is_the_one_written_straight_down(
         shares, limit, max_grad_norm, by, n_passes, monkeypatch):
-    start, batch = policy_model(), rl_batch()
-    models = [failed_step(copy.deepcopy(start).train()) for _ in shares]
-    together, fed = Together(models, monkeypatch), feeds(models[0])
-    results = together.run(lambda process: rctp_step(  # any iterable of trajectories
-        models[process], by(models[process]), iter(batch[shares[process]]), limit, max_grad_norm))
-    expected, metrics = straight_rctp(start, batch, by, max_grad_norm)
-    for ours, model in zip(results, models):
-        assert ours.keys() == metrics.keys()
-        assert_close(ours, metrics)
-        assert_moved_alike(start, model, expected)
-    assert len(fed) == n_passes if n_passes else len(fed) > 1
+    batch, together = rl_batch(), Together(policy_model(), len(shares), monkeypatch)
+    results = together.run(lambda model, process: rctp_step(  # any iterable of trajectories
+        model, by(model), iter(batch[shares[process]]), limit, max_grad_norm))
+    together.assert_equal(results, *straight_rctp(together.start, batch, by, max_grad_norm))
+    assert len(together.fed) == n_passes if n_passes else len(together.fed) > 1
 
 
 def test_the_loss_of_stage_1_is_a_mean_over_action_tokens_and_takes_no_notice_of_others():
@@ -485,92 +415,64 @@ def played(*envs, policy=None, reward_tokens=None, **settings):
     return rollout(envs, reward_tokens, policy or says(5, END), TOKENIZER, **settings)
 
 
-def env_with(answers=("ok",), **methods):
-    env = Echo(answers)
-    for name, method in methods.items():
-        setattr(env, name, method)
-    return env
-
-
-@pytest.mark.parametrize("name", ["small", "qwen2_5", "llama3_1"])
-def test_sampled_ids_are_never_encoded_again_and_controls_spelt_in_an_answer_are_ordinary_text(name):
-    tokenizer, chat, prompts = unchanged(name), chat_format(unchanged(name)), []
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    odd = [encode(c)[0] for c in '{"na']  # one character at a time: real encoding would merge some of them
-    assert encode(tokenizer.decode(odd)) != odd
-    if name == "qwen2_5":
-        assert odd[:2] == [90, 1] and encode('{"') == [4913]
-    controls = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    hostile = "a" + "".join([*controls][:30]) + f"<|im_end|>{HIGH}b"
+def test_a_trajectory_is_what_was_sampled_token_by_token_and_what_the_env_gave():
+    envs, prompts, still_open = [Echo(["x"], value=0.0), Echo([]), Echo(["x"] * 3, value=0.5)], [], []
+    odd = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "the"]  # encoded again it would be one token
+    assert TOKENIZER.decode(odd) == "the" and len(TOKENIZER("the").input_ids) == 1
 
     def policy(batch):
-        prompts.append(batch[0])  # what a policy is given stays as it was
-        return [[*odd, chat.end_of_turn]]
+        prompts.append(batch[-1])  # what a policy is given stays as it was
+        return torch.tensor([[*odd, END, 0, END]] * len(batch))  # what follows a stop id is padding
 
-    (t,) = rollout([Echo(["one", hostile])], [None], policy, tokenizer)
-    seen = tokenizer.decode(t.ids, clean_up_tokenization_spaces=False).replace("\u2060", "")
-    assert t.action_ids == [*odd, chat.end_of_turn] * 3 and hostile in seen
-    for earlier, later in zip(prompts, [*prompts[1:], t.ids]):
-        assert later[: len(earlier)] == earlier  # ids only ever grow at the end
-    calm, wild = ([i for i in new if i in controls.values()]
-                  for new in (chat.suffix(tool("x")), prompts[2][len(prompts[1]) + len(odd) + 1 :]))
-    assert calm == wild
-
-
-def test_a_rollout_reports_reward_group_reward_token_opening_and_progress():
-    envs, still_open = [Echo(["x"], value=0.0), Echo([], value=1.0), Echo(["x"] * 3, value=0.5)], []
-    trajectories = played(*envs, reward_tokens=[HIGH, None, LOW], groups=["a", "b", "a"],
+    trajectories = played(*envs, policy=policy, reward_tokens=[HIGH, None, LOW], groups=["a", None, "a"],
                           progress=still_open.append)
-    assert [(t.reward, t.group, t.reward_token, t.truncated, sum(t.mask)) for t in trajectories] == [
-        (0.0, "a", HIGH, False, 4), (1.0, "b", None, False, 2), (0.5, "a", LOW, False, 8)]
+    assert [(t.reward, t.group, t.reward_token, t.truncated) for t in trajectories] == [
+        (0.0, "a", HIGH, False), (1.0, None, None, False), (0.5, "a", LOW, False)]
+    assert [t.action_ids for t in trajectories] == [[*odd, END] * n for n in (2, 1, 4)]
+    assert [env.heard for env in envs] == [["the"] * n for n in (2, 1, 4)]
     assert still_open == [3, 2, 1, 1, 0] and all(t.opening == user("do it") for t in trajectories)
-    assert played(Echo())[0].group is None
+    for earlier, later in zip(prompts, [*prompts[1:], trajectories[-1].ids]):
+        assert later[: len(earlier) + 4] == [*earlier, *odd, END] and set(map(type, later)) == {int}
 
 
-def test_a_policy_may_return_tensors_and_what_follows_a_stop_id_is_padding():
-    for pad in (0, END):
-        (t,) = played(Echo([]), policy=lambda prompts, pad=pad: torch.tensor([[5, END, pad, pad]]))
-        assert t.reward == 1 and t.action_ids == [5, END] and set(map(type, t.ids)) == {int}
+LONG = "w" * 200
+PROMPT_TOKENS, LONG_TOKENS = (len(chat_format(TOKENIZER).prompt(user(text))) for text in ("do it", LONG))
+AN_ACTION = PROMPT_TOKENS + 4
+ITS_ANSWER = AN_ACTION + len(chat_format(TOKENIZER).suffix(tool("x")))
 
 
-def truncated(env, max_tokens=999, policy=None, **settings):
-    (t,) = played(env, policy=policy or says(5, 6, 7, END), max_tokens=max_tokens, **settings)
-    return t.truncated, sum(t.mask)
-
-
-def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on():
-    envs = [Echo(["x" * 300]), Echo(["y" * 61]), Echo(["z"] * 50), Echo(request="w" * 300), Echo(["x"])]
-    policy, chat = says(5, 6, 7, END), chat_format(TOKENIZER)
-    prompt = len(chat.prompt(user("do it")))
-    limit = prompt + 4 + len(chat.suffix(tool("y" * 61))) + 2
-    trajectories = played(*envs, policy=policy, max_turns=4, max_tokens=limit)
-    assert [(t.truncated, t.reward) for t in trajectories] == [(True, 0)] * 4 + [(False, 1)]
-    assert [len(env.heard) for env in envs] == [1, 1, 4, 0, 2]  # the action cut at 2 of 4 tokens did not run
-    assert trajectories[1].action_ids == [5, 6, 7, END, 5, 6] and len(trajectories[1].ids) == limit
-    assert len(trajectories[0].ids) == prompt + 4  # nor is what does not fit appended
-
-
-def test_limits_are_exact_to_the_token_and_the_turn():
-    chat, policy = chat_format(TOKENIZER), says(5, 6, 7, END)
-    prompt = len(chat.prompt(user("do it")))
-    assert truncated(Echo([]), prompt + 4) == (False, 4)  # exactly enough room for an action; a token less
-    assert truncated(Echo([]), prompt + 3) == (True, 3)
-    assert truncated(Echo([]), prompt) == (True, 0)  # the prompt leaves no room at all
-    answered = prompt + 4 + len(chat.suffix(tool("x")))
-    assert truncated(Echo(["x"]), answered) == (True, 4)  # the answer leaves no room; room for a token
-    assert truncated(Echo(["x"]), answered + 1) == (True, 5)
-    assert truncated(Echo(["x"]), max_turns=2) == (False, 8)  # over at the turn limit, not cut by it
-    assert truncated(Echo(["x"] * 9), max_turns=2) == (True, 8)  # still talking
-    policy.max_tokens = prompt + 3  # what the model's context allows
-    assert truncated(Echo([]), policy=policy) == (True, 3)
+@pytest.mark.filterwarnings("ignore:no action ended")
+@pytest.mark.parametrize("limits, whole, tokens", [  # the rows that come to their end; how much each says
+    (dict(max_tokens=PROMPT_TOKENS), [], [0, 0, 0, 0]),
+    (dict(max_tokens=AN_ACTION - 1), [], [3, 3, 3, 0]),
+    (dict(max_tokens=AN_ACTION), [0], [4, 4, 4, 0]),
+    (dict(max_tokens=ITS_ANSWER), [0], [4, 4, 4, 0]),  # nobody could speak after the answer
+    (dict(max_tokens=ITS_ANSWER + 1), [0], [4, 5, 5, 0]),
+    (dict(max_tokens=ITS_ANSWER + 4), [0, 1], [4, 8, 8, 0]),
+    (dict(max_tokens=LONG_TOKENS + 4, max_turns=1), [0, 3], [4, 4, 4, 4]),
+    (dict(max_turns=2), [0, 1, 3], [4, 8, 8, 4]),  # over at the turn limit, or still talking
+    ({}, [0, 1, 3], [4, 8, 80, 4]),  # 20 turns
+])
+def test_a_rollout_that_hits_a_limit_is_truncated_with_reward_0_and_the_others_go_on(limits, whole, tokens):
+    policy, limit = says(5, 6, 7, END), limits.get("max_tokens", 999)
+    for max_tokens, context in ((limit, 999), (999, limit)):
+        policy.max_tokens = context  # what its model can read
+        envs = [Echo([]), Echo(["x"]), Echo(["x"] * 20), Echo([], LONG)]
+        trajectories = played(*envs, policy=policy, **{**limits, "max_tokens": max_tokens})
+        assert [row for row, t in enumerate(trajectories) if not t.truncated] == whole
+        assert [t.reward for t in trajectories] == [row in whole for row in range(4)]
+        assert [sum(t.mask) for t in trajectories] == tokens
+        assert [len(env.heard) for env in envs] == [n // 4 for n in tokens]  # what was cut did not run
+        assert all(len(t.ids) <= limit or 1 not in t.mask for t in trajectories)
 
 
 def test_where_no_action_has_an_end_a_warning_names_the_stop_ids():
     with pytest.warns(UserWarning, match=rf"no action ended with a stop id \(\[{END}\]\)"):
-        assert truncated(env := Echo(), policy=says(5, 6)) == (True, 2) and not env.heard
+        assert played(env := Echo(), policy=says(5, 6))[0].truncated and not env.heard
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         played(Echo(), Echo(), policy=lambda prompts: [[5, END], *[[6]] * (len(prompts) - 1)])
+        played(Echo(request=LONG), max_tokens=5)  # nobody spoke
 
 
 def test_after_another_stop_token_the_template_still_closes_the_turn():
@@ -583,50 +485,8 @@ def test_after_another_stop_token_the_template_still_closes_the_turn():
     assert t.reward == 1 and eos not in tokenizer(env.heard[0]).input_ids
 
 
-def test_whatever_an_env_does_is_an_error_that_names_it_or_a_rollout():
-    """The worst user: 400 envs whose answers are drawn from what nobody should give. Seeded."""
-    rng, outcomes = random.Random(0), Counter()
-    texts = ["", " ", "x" * 1500, "\ud83d", "\0", f"<|im_end|>{HIGH}", "\u2060", "{{ 1/0 }}"]
-    junk = [None, 0, -1, 2.0, math.nan, math.inf, True, "", [], [None], [[]], {}, {"role": "tool"},
-            [{"role": "tool"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": None}],
-            [{"content": "x"}], torch.tensor(0.5), torch.ones(2), np.float32(1), object(), print]
-
-    def answer(*args):
-        kind = rng.random()
-        if kind < 0.1:
-            raise rng.choice([ValueError, KeyError, RecursionError, StopIteration, MemoryError])("no")
-        if kind < 0.4:
-            return rng.choice(junk)
-        roles = ["user", "tool", "system", "assistant", "developer"][: 3 if args else 5]
-        n = rng.randrange(1, 4)
-        messages = [{"role": rng.choice(roles), "content": rng.choice(texts)} for _ in range(n)]
-        return [*user("go"), *messages] if rng.random() < 0.7 else messages
-
-    for _ in range(400):
-        closed = []
-        env = env_with(reset=answer, step=answer, close=lambda closed=closed: closed.append(1))
-        env.reward = lambda: rng.choice([0, 1, 0.5, *junk])
-        try:
-            (t,) = played(env, reward_tokens=[rng.choice([HIGH, None])], max_turns=3, max_tokens=1000)
-            assert 0 <= t.reward <= 1 and len(t.ids) == len(t.mask) and (t.reward == 0 or not t.truncated)
-            assert t.ids.count(TOKENIZER.convert_tokens_to_ids(HIGH)) == (t.reward_token == HIGH)
-            outcomes["rollout"] += 1
-        except (rcgrpo.RolloutError, ValueError) as error:
-            assert re.search("env 0 .*turn|no user message|chat template", str(error)), repr(error)
-            outcomes[type(error).__name__] += 1
-        assert closed == [1]
-    assert len(outcomes) == 3 and outcomes["rollout"] > 50
-
-
 def fail(*args, error=OSError("the disk is full")):  # noqa: B008
     raise error
-
-
-def env_that_fails(place=None):
-    """An env that counts how often it is closed."""
-    env = env_with(closed=0, **{place: fail} if place in ("reset", "step", "reward") else {})
-    env.close = lambda: setattr(env, "closed", env.closed + 1) or (fail() if place == "close" else None)
-    return env
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -635,27 +495,29 @@ def env_that_fails(place=None):
     ("step", "env 1 (Echo), turn 1: env.step(): "), ("reward", "env 1 (Echo), turn 2: env.reward(): "),
     ("close", "env 1 (Echo), turn 2: env.close(): "), ("policy", "turn 1: the policy: "), ("ctrl-C", None),
     ("nowhere", None)])
-def test_what_raises_is_named_and_all_envs_are_closed_however_a_rollout_ends(place, words, threads):
-    raising = {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
-    made, policy = [], raising.get(place, says(5, END))
-    policy = partial(policy)
-    policy.close = lambda: made.append(SimpleNamespace(closed=1))
+def test_what_raises_is_named_and_all_is_closed_however_a_rollout_ends(place, words, threads):
+    closed, raising = [], {"policy": fail, "ctrl-C": partial(fail, error=KeyboardInterrupt())}
+    policy = partial(raising.get(place, says(5, END)))
+
+    def close(what, raises):
+        closed.append(what)
+        if raises:
+            fail()
 
     def make_env(task):
-        made.append(fail() if (place, task) == ("make", 1) else env_that_fails(place if task == 1 else None))
-        return made[-1]
+        here = place if task == 1 else None
+        if here == "make":
+            fail()
+        methods = {here: fail} if here in ("reset", "step", "reward") else {}
+        return Echo(close=partial(close, task, here == "close"), **methods)
 
+    policy.close = partial(close, "policy", place != "nowhere")  # does not hide an error that is on its way
     error = {"ctrl-C": KeyboardInterrupt, "nowhere": None}.get(place, rcgrpo.RolloutError)
     words = words and re.escape(words + "OSError: the disk is full")
     with pytest.raises(error, match=words) if error else nullcontext() as caught:
         collect_groups([0, 1, 2], make_env, policy, TOKENIZER, G=1, limits={"threads": threads})
     assert not words or isinstance(caught.value.__cause__, OSError)
-    assert [env.closed for env in made] == [1] * (2 if place == "make" else 4)  # the policy too
-
-
-def test_an_error_is_not_hidden_by_a_script_that_did_not_come_to_its_end():
-    with pytest.raises(rcgrpo.RolloutError, match="the disk is full"):
-        played(env_that_fails("step"), policy=script("a", "b"))
+    assert closed == ([0] if place == "make" else [2, 1, 0]) + ["policy"]
 
 
 def test_a_reward_is_any_number_in_0_1_without_its_rounding_error_and_nothing_else():
@@ -668,20 +530,17 @@ def test_a_reward_is_any_number_in_0_1_without_its_rounding_error_and_nothing_el
             played(Echo(value=reward))
 
 
-def test_threads_really_overlap_and_give_the_same_trajectories():
+def test_threads_really_overlap_and_keep_the_order():
     together = threading.Barrier(4, timeout=20)  # passes only when all four wait at it at the same time
 
-    def meet(answer, threads):
-        time.sleep(0 if threads == 1 else 0.01 * (4 - together.wait()))
+    def meet(answer):
+        time.sleep(0.01 * (4 - together.wait()))
         return answer
 
-    def play(threads):
-        envs = [env_with(reset=lambda row=row: meet(user(f"{row}"), threads),
-                         step=lambda text: meet(None, threads),
-                         reward=lambda row=row: meet(row / 4, threads)) for row in range(4)]
-        return played(*envs, reward_tokens=[HIGH] * 4, groups=range(4), threads=threads)
-
-    assert play(4) == play(1)
+    envs = [Echo(reset=lambda row=row: meet(user(f"{row}")), step=lambda text: meet(None),
+                 reward=lambda row=row: meet(row / 4)) for row in range(4)]
+    trajectories = played(*envs, threads=4)
+    assert [(t.opening, t.reward) for t in trajectories] == [(user(f"{row}"), row / 4) for row in range(4)]
 
 
 def groups_of(seed=0, **settings):
@@ -691,42 +550,26 @@ def groups_of(seed=0, **settings):
 
 @pytest.mark.parametrize("p, expected", [(None, {None}), (1.0, {HIGH}), (0.0, {LOW}), (0.5, {HIGH, LOW})])
 def test_groups_are_rollouts_of_one_task_each_under_its_own_reward_token(p, expected):
-    high, low = TOKENIZER.convert_tokens_to_ids([HIGH, LOW])
     trajectories = groups_of(G=4, p=p)
     assert list(rcgrpo.rows_by_group([t.group for t in trajectories]).values()) == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert {t.reward_token for t in trajectories} == expected
-    for row, t in enumerate(trajectories):
-        asked = [i for i in t.ids if i in (high, low)]
-        assert asked == {None: [], HIGH: [high], LOW: [low]}[t.reward_token]
-        assert f"\n{'abc'[row // 4]}" in TOKENIZER.decode(t.ids)
+    for task, t in zip("aaaabbbbcccc", trajectories):
+        asked = f"{task}\n\n[Reward Goal: {t.reward_token}]" if t.reward_token else task
+        assert f"user\n{asked}<|im_end|>" in TOKENIZER.decode(t.ids)
 
 
-def test_the_generator_decides_the_reward_tokens_and_limits_reach_the_rollouts():
+def test_the_generator_decides_the_reward_tokens_and_settings_reach_the_rollouts():
     def tokens(**settings):
         return [t.reward_token for t in groups_of(G=6, **settings)]
 
     assert tokens(seed=1) == tokens(seed=1) != tokens(seed=2) and tokens(seed=1)[:6] != tokens(seed=1)[6:12]
     assert [tokens(p=1 / 3, stratified=True)[at : at + 6].count(HIGH) for at in (0, 6, 12)] == [2, 2, 2]
+    assert {t.group for t in groups_of()}.isdisjoint(t.group for t in groups_of())  # though they be joined
     assert len(groups_of()) == 15 and all(t.truncated for t in groups_of(limits={"max_tokens": 5}))
 
 
-def test_groups_of_two_calls_stay_apart_when_they_are_joined():
-    joined = [replace(t, reward=float(call)) for call in (0, 1) for t in groups_of(G=2)]
-    assert not group_advantages([t.reward for t in joined], [t.group for t in joined]).any()
-    assert group_metrics(joined)["zero_std"] == 1
-
-
 # ===== 6. Advantages =====
-
-
-def advantages_by_numpy(trajectories, eps=1e-6):
-    R, groups = (np.array([getattr(t, name) for t in trajectories]) for name in ("reward", "group"))
-    A = np.zeros(len(R))
-    for group in set(groups.tolist()):
-        from_mean = R[groups == group] - R[groups == group].mean()
-        A[groups == group] = from_mean / (np.sqrt(np.mean(from_mean**2)) + eps)
-    return A
 
 
 def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_std():
@@ -738,9 +581,7 @@ def test_advantages_are_normalised_in_each_group_by_its_own_mean_and_population_
     advantages = group_advantages(rewards, groups)
     assert advantages.dtype == torch.float32  # without variance: exactly 0
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
-    rows = [Trajectory([], [], group=group, reward=reward) for group, reward in zip(groups, rewards)][:10]
-    expected = advantages_by_numpy(rows, eps=0.1)
-    assert group_advantages(rewards[:10], groups[:10], 0.1).numpy() == pytest.approx(expected, abs=1e-5)
+    assert group_advantages([1, 0], [0, 0], eps=0.5).tolist() == [0.5, -0.5]
 
 
 # ===== 7. The clipped policy gradient with KL =====
@@ -791,8 +632,7 @@ def test_loss_and_gradient_against_brute_force_whole_and_in_parts(ratio, seed):
 def test_the_kl_term_has_the_value_and_the_gradient_of_kl_from_theta_to_ref_by_enumeration():
     theta, q = torch.tensor([0.7, -0.3, 0.1], requires_grad=True), torch.tensor([0.2, 0.3, 0.5])
     p = theta.softmax(-1)
-    exact, reverse = (p * (p / q).log()).sum(), (q * (q / p).log()).sum()
-    value = gradient = 0
+    exact, value, gradient = (p * (p / q).log()).sum(), 0, 0
     for token in range(3):
         logp, ref = p.log()[token].reshape(1, 1), q.log()[token].reshape(1, 1)
         loss, metrics = clipped_policy_loss(logp, logp.detach(), ref, torch.zeros(1), beta=1.0)
@@ -800,8 +640,7 @@ def test_the_kl_term_has_the_value_and_the_gradient_of_kl_from_theta_to_ref_by_e
         value += p[token].item() * metrics["kl"]
         gradient += p[token].item() * torch.autograd.grad(loss, theta, retain_graph=True)[0]
     assert value == pytest.approx(exact.item(), abs=1e-6)
-    assert torch.allclose(gradient, torch.autograd.grad(exact, theta, retain_graph=True)[0], atol=1e-6)
-    assert (gradient - torch.autograd.grad(reverse, theta)[0]).abs().max() > 0.01
+    assert torch.allclose(gradient, torch.autograd.grad(exact, theta)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("ratio", ["token", "trajectory"])
@@ -820,9 +659,10 @@ def test_the_loss_is_finite_for_any_input_and_0_without_actions(ratio):
 
 
 def straight_update(model, ref, batch, by=sgd, temperature=1.0, clip=0.2, beta=0.1, ratio="token", updates=1,
-                    max_grad_norm=1.0):
+                    max_grad_norm=1.0, tokens_per_pass=None):
     """`rcgrpo_update` on a copy of the model. Returns the copy, and the metrics of the last update."""
-    model, A, mask = copy.deepcopy(model).eval(), advantages_by_numpy(batch), action_mask(batch)
+    model, mask = copy.deepcopy(model).eval(), action_mask(batch)
+    A = group_advantages([t.reward for t in batch], [t.group for t in batch]).tolist()
     optimizer = by(model)
     with torch.no_grad():
         old = plain_scores(model, batch, temperature)[0]
@@ -835,36 +675,39 @@ def straight_update(model, ref, batch, by=sgd, temperature=1.0, clip=0.2, beta=0
     return model, metrics
 
 
-@pytest.mark.parametrize("by, settings", [
-    (sgd, {}), (sgd, dict(ratio="trajectory", beta=0.5, updates=2)),
-    (sgd, dict(updates=2, beta=0.5, tokens_per_pass=25)),  # groups are split
-    (sgd, dict(updates=3, ratio="trajectory", tokens_per_pass=1, max_grad_norm=0.3, temperature=0.7)),
-    (adamw, dict(updates=2, beta=0.0, clip=0.4, max_grad_norm=math.inf, temperature=1.3)),
-])
-def test_an_update_is_the_one_written_straight_down(by, settings):
-    model, ref = policy_model().train(), policy_model(seed=1).train()
-    start, ref_start = copy.deepcopy(model), copy.deepcopy(ref.state_dict())
-    written = {name: value for name, value in settings.items() if name != "tokens_per_pass"}
-    expected, metrics = straight_update(model, ref, rl_batch(), by, **written)
-    ref_model = ref if settings.get("beta", 1) else None
-    ours = rcgrpo_update(failed_step(model), ref_model, by(model), iter(rl_batch()), **settings)
-    assert ours.keys() == metrics.keys()
-    assert_close(ours, metrics)
-    assert_moved_alike(start, model, expected)
+SILENT = [Trajectory([1, 2, 3][:n], [0] * n, group=0) for n in (2, 3)]
+
+
+@pytest.mark.parametrize("shares, by, settings", [  # the groups that each process has
+    ([[0, 1]], sgd, {}),
+    ([[0, 1]], sgd, dict(updates=2, beta=0.5, tokens_per_pass=25)),  # groups are split
+    ([[1], [0]], sgd, dict(ratio="trajectory", beta=0.5, updates=2)),
+    ([[0, 1]], sgd, dict(updates=3, ratio="trajectory", tokens_per_pass=1, temperature=0.7)),
+    ([[0, 1], []], adamw, dict(updates=2, beta=0.0, clip=0.4, max_grad_norm=0.3, temperature=1.3)),
+], ids=["the defaults", "passes", "two processes", "row by row", "a process without a group"])
+def test_an_update_is_the_one_written_straight_down(shares, by, settings, monkeypatch):
+    ref, batch = policy_model(seed=1), [*rl_batch(), *SILENT]
+    together = Together(policy_model(), len(shares), monkeypatch)
+    refs = [copy.deepcopy(ref).train() for _ in shares]
+
+    def work(model, process):
+        ref_model = refs[process] if settings.get("beta", 1) else None
+        own = (t for t in batch if t.group in shares[process])
+        return rcgrpo_update(model, ref_model, by(model), own, **settings)
+
+    results = together.run(work)
+    expected, metrics = straight_update(together.start, ref, batch, by, **settings)
+    together.assert_equal(results, expected, metrics)
     assert metrics["clip_fraction"] > 0 or not settings  # else nothing was tested
-    assert all(torch.equal(value, ref_start[name]) for name, value in ref.state_dict().items())
-    assert all(p.grad is None for p in [*ref.parameters(), *model.parameters()])
+    for p, before in zip(refs[0].parameters(), ref.parameters()):
+        assert p.grad is None and torch.equal(p, before)
 
 
-def test_groups_without_variance_and_rows_without_actions_change_nothing():
-    model, silent = policy_model(), [Trajectory([1, 2, 3][:n], [0] * n, group=5) for n in (2, 3)]
-    for nothing in ([replace(t, reward=float(t.group)) for t in rl_batch()], silent):
+def test_a_batch_without_variance_or_without_actions_changes_nothing():
+    model = policy_model()
+    for nothing in ([replace(t, reward=float(t.group)) for t in rl_batch()], SILENT):
         metrics = rcgrpo_update(model, None, sgd(model), nothing, beta=0)
         assert metrics["loss"] == pytest.approx(0) and metrics["grad_norm"] == metrics["skipped"] == 0
-    start = copy.deepcopy(model)
-    expected, metrics = straight_update(model, start, rl_batch())
-    assert_close(rcgrpo_update(model, start, sgd(model), [*rl_batch(), *silent]), metrics)
-    assert_moved_alike(start, model, expected)
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -889,109 +732,75 @@ class Parity(Echo):
         return float(sum(map(ord, "".join(self.heard))) % 2 == 0)
 
 
-def chatter(temperature=1.0, seed=0):
-    """A policy that says three random letters and claims a temperature, if given."""
+def chatter(seed=0):
+    """A policy that says three random letters."""
     rng = np.random.default_rng(seed)
-
-    def policy(prompts):
-        return [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
-
-    vars(policy).update({"temperature": temperature} if temperature else {})
-    return policy
+    return lambda prompts: [[*rng.integers(1, 50, 3).tolist(), END] for _ in prompts]
 
 
-LONG = "the other cat sat on the mat " * 3
-TIGHT = {"max_tokens": len(chat_format(TOKENIZER).prompt(user(LONG))) + 2}  # its rollouts are cut
-
-
-@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: the policy's temperature
-    (1, 1.0, {}, {}),
-    (1, 0.7, dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
-    (1, None, dict(G=6, p=0.7, stratified=True), dict(updates=3, ratio="trajectory")),
-    (1, None, dict(limits=TIGHT), {}), (2, 1.0, dict(G=4), dict(updates=2, beta=0.5)),
-    (4, 1.0, dict(G=4), dict(updates=2, beta=0.5, ratio="trajectory")),
-], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes", "a process without a group"])
+@pytest.mark.parametrize("processes, claims, drawing, settings", [  # claims: what the policy says of itself
+    (1, dict(temperature=1.0), {}, {}),
+    (1, dict(temperature=0.7), dict(p=None), dict(updates=2, clip=0.05, beta=0.5, max_grad_norm=0.3)),
+    (1, {}, dict(G=6, p=0.7, stratified=True), dict(updates=2, ratio="trajectory")),
+    (1, {}, dict(limits={"max_tokens": LONG_TOKENS + 2}), {}),
+    (2, {}, dict(G=4), dict(updates=2, beta=0.5)),
+], ids=["the defaults", "plain GRPO", "stratified", "limits", "two processes"])
 def test_a_step_does_what_its_settings_say_and_many_processes_make_the_step_of_one(
         processes, claims, drawing, settings, monkeypatch):
-    start, ref, everyone = policy_model(384), policy_model(384, seed=1), []
-    models, refs = ([copy.deepcopy(model) for _ in range(processes)] for model in (start, ref))
-    tasks = [["the cat", LONG], ["the cat"], ["a"], ["b"]][:processes]
-    if processes == 4:  # groups are dealt to the first ones: an empty share is a share
-        monkeypatch.setattr(rcgrpo, "deal_groups", partial(deal_to_the_first, rcgrpo.deal_groups))
+    ref, tasks, everyone = policy_model(384, seed=1), [["a"], ["the cat", LONG]][-processes:], []
+    together = Together(policy_model(384), processes, monkeypatch)
 
-    def work(process):
-        model, generator = models[process], torch.Generator().manual_seed(process)
-        return rcgrpo_step(
-            model, refs[process], sgd(model), tasks[process], Parity, chatter(claims, process), TOKENIZER,
-            generator=generator, tokens_per_pass=150, **drawing, **settings)
+    def seeded(process):
+        policy = chatter(process)
+        vars(policy).update(claims)
+        return dict(tasks=tasks[process], make_env=Parity, policy=policy, tokenizer=TOKENIZER,
+                    generator=torch.Generator().manual_seed(process), **drawing)
 
-    together, fed = Together(models, monkeypatch), feeds(models[0])
     started = time.perf_counter()
-    results = together.run(work)
+    results, rollouts = zip(*together.run(lambda model, process: rcgrpo_step(
+        model, copy.deepcopy(ref), sgd(model), tokens_per_pass=300, **seeded(process), **settings)))
     elapsed = time.perf_counter() - started
-    draw = {"p": 0.5, **drawing}
-    draw.pop("limits", None)
-    for process, (_, rollouts) in enumerate(results):
-        draw["generator"] = torch.Generator().manual_seed(process)
-        groups = collect_groups(tasks[process], lambda task: Echo([]), says(5, END), TOKENIZER, **draw)
-        assert [t.reward_token for t in rollouts] == [t.reward_token for t in groups]
-        everyone += rollouts
-    expected, metrics = straight_update(start, ref, everyone, **{"temperature": claims or 1.0, **settings})
+    for process, own in enumerate(rollouts):
+        once_more = collect_groups(**seeded(process))
+        assert [replace(t, group=None) for t in own] == [replace(t, group=None) for t in once_more]
+        everyone += own
+    expected, metrics = straight_update(together.start, ref, everyone, **claims, **settings)
     assert metrics["clip_fraction"] > 0 or not settings
-    metrics.update(group_metrics(everyone, draw["p"]))
-    for (ours, _), model in zip(results, models):
-        assert ours.keys() == metrics.keys() | {"rollout_seconds", "update_seconds"}
-        assert 0 < ours["rollout_seconds"] < ours["rollout_seconds"] + ours["update_seconds"] < elapsed
-        assert_close(ours, metrics)
-        assert_moved_alike(start, model, expected)
-    assert max(tokens for _, tokens in fed) <= 150
-    assert (metrics["truncated"] > 0) == ("limits" in drawing)
-
-
-def deal_to_the_first(deal, rollouts):
-    everyone, dealt = deal(rollouts)
-    every_share = rcgrpo.from_all([dealt])
-    return everyone, sum(every_share, []) if rcgrpo.dist.get_rank() == 0 else []
+    for ours in results:
+        seconds = ours.pop("rollout_seconds"), ours.pop("update_seconds")
+        assert 0 < min(seconds) < sum(seconds) < elapsed
+    together.assert_equal(results, expected, {**metrics, **group_metrics(everyone, drawing.get("p", 0.5))})
+    assert LONG_TOKENS < max(n for _, n in together.fed) <= 300  # the long group is dealt to the first one
 
 
 def test_groups_are_dealt_by_length_and_none_is_renamed(monkeypatch):
     rollouts = [trajectory([1] * n, ([2], []), group=f"{n}") for n in (3, 9, 5, 7) for _ in range(2)]
-    shares = Together([policy_model()] * 2, monkeypatch).run(
-        lambda process: rcgrpo.deal_groups(rollouts[4 * process : 4 * process + 4]))
+    shares = Together(policy_model(), 2, monkeypatch).run(
+        lambda model, process: rcgrpo.deal_groups(rollouts[4 * process : 4 * process + 4]))
     assert [everyone for everyone, _ in shares] == [rollouts] * 2
     assert [[t.group for t in dealt] for _, dealt in shares] == [["9", "9", "5", "5"], ["7", "7", "3", "3"]]
 
 
 def test_a_hindsight_step_is_stage_1_on_what_earned_1_labelled_high(monkeypatch):
-    start, tokens = policy_model(384), [HIGH, LOW, None, LOW]
-    envs = [Echo(value=R) for R in (1.0, 1.0, sum([1 / 6] * 6), 0.5)]
-    found = played(*envs, reward_tokens=tokens, policy=chatter(), groups=["g"] * 4)
-    found.append(Trajectory([1], [0], reward=1.0))  # without an action there is nothing to learn
-    high = played(*[Echo() for _ in range(3)], reward_tokens=[HIGH] * 3, policy=says(5, END))[0]
-    prompt = high.ids[: high.mask.index(1)]
-    labelled = [trajectory(prompt, (t.ids[t.mask.index(1) :], [])) for t in found[:3]]
-    for t, source in zip(labelled, found):
-        t.mask[len(prompt) :] = source.mask[source.mask.index(1) :]
-    expected, metrics = straight_rctp(start, labelled)
-    for shares in ([found], [found[:1], found[1:]], [found, []]):
-        models = [copy.deepcopy(start) for _ in shares]
-        optimizers = [sgd(model) for model in models]
-        steps = [partial(hindsight_step, *given, TOKENIZER) for given in zip(models, optimizers, shares)]
-        results = Together(models, monkeypatch).run(lambda process, steps=steps: steps[process]())
-        for ours, model in zip(results, models):
-            assert_close(ours, {**metrics, "count": 3})
-            assert_moved_alike(start, model, expected)
+    start, silent = policy_model(384), Trajectory([1], [0], reward=1.0)  # without an action: nothing to learn
+    found = played(*[Echo() for _ in range(4)], reward_tokens=[HIGH, LOW, None, LOW], policy=chatter())
+    found = [replace(t, reward=R) for t, R in zip(found, (1.0, 1.0, sum([1 / 6] * 6), 0.5))]
+    high = [label_by_reward(t, TOKENIZER) for t in found[:3]]
+    expected, metrics = straight_rctp(start, high, max_grad_norm=0.3)
+    for shares in ([found[:1], [*found[1:], silent]], [found, []]):
+        together = Together(start, 2, monkeypatch)
+        results = together.run(lambda model, process, shares=shares: hindsight_step(
+            model, sgd(model), shares[process], TOKENIZER, 99, 0.3))
+        together.assert_equal(results, expected, {**metrics, "count": 3})
+        assert max(tokens for _, tokens in together.fed) <= 99
+    monkeypatch.undo()
+    before = copy.deepcopy(start.state_dict())
+    assert hindsight_step(start, adamw(start), found[3:], TOKENIZER) == {  # it found nothing
+        "loss": None, "tokens": 0, "grad_norm": None, "skipped": 0, "count": 0}
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
 
 
-def test_a_hindsight_step_that_finds_nothing_says_so_and_moves_nothing():
-    model = policy_model(384)
-    before = copy.deepcopy(model.state_dict())
-    metrics = hindsight_step(model, adamw(model), played(Echo(value=0.9)), TOKENIZER)
-    assert metrics == {"loss": None, "tokens": 0, "grad_norm": None, "skipped": 0, "count": 0}
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-# ===== 9. What to watch, and the two propositions =====
+# ===== 9. What to watch, and the proposition on variance =====
 
 
 def scored(rewards, tokens=None, group=0, **fields):
@@ -1014,29 +823,26 @@ def test_metrics_by_hand():
 
 
 def test_metrics_without_reward_tokens_and_without_rounding_errors():
-    plain = group_metrics(scored([0.1] * 3 + [0.1 + 1e-12]) + scored([0], truncated=True, group=1))
-    assert plain["zero_std"] == 1 and plain["truncated"] == 0.2  # no rounding error counts as variance
+    plain = group_metrics(scored([0.1, 0.1, 0.1 + 1e-12]) + scored([0], truncated=True, group=1))
+    assert plain["zero_std"] == 1  # no rounding error counts as variance
+    assert plain["truncated"] == 0.25 and plain["reward"] == pytest.approx(0.075)
     assert plain["reward_high"] is plain["reward_low"] is plain["reward_high_minus_low"] is None
     assert plain["sigma2_floor"] == 0 and json.dumps(plain, allow_nan=False)
+    for token in (HIGH, LOW):
+        assert group_metrics(scored([1, 0], [token] * 2))["reward_high_minus_low"] is None
 
 
-@pytest.mark.parametrize("means, p, G, stratified", [  # of R under HIGH and LOW, for each kind of task
-    ([(1.0, 0.8)], 0.25, 8, False), ([(1.0, 0.0)], 0.5, 6, True), ([(0.9, 0.1), (0.2, 0.1)], 0.5, 5, False)])
-def test_proposition_4_3_the_floor_of_the_variance(means, p, G, stratified):
+@pytest.mark.parametrize("high, low, p, G", [(1.0, 0.8, 0.25, 8), (0.9, 0.1, 0.5, 5)])  # mean R by token
+def test_proposition_4_3_the_floor_of_the_variance(high, low, p, G):
     rng, generator, batch = np.random.default_rng(0), torch.Generator().manual_seed(0), []
     for group in range(800):
-        tokens = sample_reward_tokens(G, p, generator, stratified)
-        mean = dict(zip((HIGH, LOW), means[group % len(means)]))
-        batch += scored([rng.random() < mean[token] for token in tokens], tokens, group)
-    metrics, sigma2 = group_metrics(batch, p=p), group_metrics(batch)["sigma2"]
-    assert metrics["sigma2_floor"] < sigma2
-    if stratified:  # between-mode variance without the factor (G-1)/G
-        assert sigma2 == pytest.approx(p * (1 - p)) and metrics["zero_std"] == 0
-    else:  # of a 0/1 reward, exactly, for each kind of task
-        exact = [(G - 1) / G * m * (1 - m) for high, low in means for m in [p * high + (1 - p) * low]]
-        assert sigma2 == pytest.approx(sum(exact) / len(exact), abs=0.015)
-        gap = sum(high - low for high, low in means) / len(means)
-        assert metrics["sigma2_floor"] == pytest.approx((G - 1) / G * p * (1 - p) * gap**2, abs=0.01)
+        tokens = sample_reward_tokens(G, p, generator)
+        batch += scored([rng.random() < {HIGH: high, LOW: low}[token] for token in tokens], tokens, group)
+    metrics, m = group_metrics(batch, p=p), p * high + (1 - p) * low
+    assert metrics["sigma2_floor"] < metrics["sigma2"]
+    assert metrics["sigma2"] == pytest.approx((G - 1) / G * m * (1 - m), abs=0.015)  # of a 0/1 reward
+    floor = (G - 1) / G * p * (1 - p) * (high - low) ** 2
+    assert metrics["sigma2_floor"] == pytest.approx(floor, abs=0.01)
 
 
 # ===== A. Log-probs: of any causal language model, what one plain pass a row gives =====
@@ -2070,8 +1876,9 @@ def test_the_two_rows_are_of_usual_length_far_apart_and_the_same_on_every_proces
 # ===== What is refused, before it costs anything, and in which words =====
 
 
-def stage_1(batch=None, **settings):
-    rctp_step(model := policy_model(), sgd(model), rl_batch() if batch is None else batch, **settings)
+def stage_1(batch=None, model=None, step=rctp_step, **settings):
+    model, batch = model or policy_model(), rl_batch() if batch is None else batch
+    step(model, optimizer=sgd(model), trajectories=batch, **settings)
 
 
 def stage_2(sampled_at=1.0, model=None, **settings):
@@ -2082,26 +1889,15 @@ def stage_2(sampled_at=1.0, model=None, **settings):
                 **{"ref_model": None, "optimizer": sgd(model), **settings})
 
 
-def update(batch=None, **settings):
-    model, batch = policy_model(), rl_batch() if batch is None else batch
-    rcgrpo_update(model, None, sgd(model), batch, **settings)
-
-
-def with_adapter():
-    model = policy_model()
-    model.peft_config = {}
-    del model.config.reward_token_ids
-    add_reward_tokens(byte_level_tokenizer(), model)
-
-
-def wrapped():
-    model = torch.nn.DataParallel(policy_model())
-    rctp_step(model, sgd(model), rl_batch())
-
-
 def score(n=2, mask=(0, 1), last=1, model=None, temperature=1.0):
     ids = [1] * (n - 1) + [last]
     action_logprobs(model or tiny_model(50), [Trajectory(ids, list(mask) * (n // 2))], temperature)
+
+
+def adapted():
+    model = tiny_model(50)
+    model.peft_config = {}
+    return model
 
 
 def drawn_from(prompts, T=1, diverged=False, **settings):
@@ -2110,123 +1906,122 @@ def drawn_from(prompts, T=1, diverged=False, **settings):
     sample(model, prompts, T, 5, {0})
 
 
-def drops(method, role):
-    shown = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
-    messages = [{"role": role, "content": "x"}, *user("y")]
-    assert getattr(chat_format(TOKENIZER), method)(messages)  # another template takes them
-    getattr(chat_format(byte_level(shown, "<|im_end|>")), method)(messages)
-
-
 def take(chat_template):
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = chat_template
     return chat_format(tokenizer)
 
 
-SAME, SILENT, ZERO = Echo(), Trajectory([1, 2], [0, 0]), torch.zeros(1, 1)
-NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
-INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
-NO_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
-NO_SYSTEM = NO_TOOLS.replace("tool", "system")
+def given(answer):
+    return lambda *asked: answer
+
+
+update = partial(stage_1, step=partial(rcgrpo_update, ref_model=None))
+STEPS, SAME, ZERO = (stage_2, update), Echo(), torch.zeros(1, 1)
 PARTS = user([{"type": "text", "text": "hi"}])
-STATIC = dict(rope_type="default", rope_theta=1e4)
-ROPES = layers(SLIDING, FULL, rope_parameters={SLIDING: STATIC, FULL: DYNAMIC})
-SHORT_ROPE = dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)
-NO_REF, NO_PAIR = "beta > 0 needs the frozen stage-1 model", "no group has two rollouts to compare"
-RESET, STEP = (f"{call}: TypeError: needs a non-empty list of" for call in ("env.reset()", "env.step()"))
-NO_LIST = "turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got "
+FORGED = [*user("do it"), {"role": "assistant", "content": "done"}]
+NO_SYSTEM = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+DROPS = template("{% if m.role in ['user', 'tool'] %}" + im(ANY) + "{% endif %}", im("assistant"), HEADER)
+INST, BLANK = (template("[INST] " + TEXT, text + "</s>", "", "<s>") for text in (TEXT, " " + TEXT))
+ROPES = {SLIDING: dict(rope_type="default", rope_theta=1e4), FULL: DYNAMIC}
 HOLD = "change these messages: they hold the control tokens"
-IN_PARTS = "this chat template has other ids as a whole than in parts, from "
-REFUSED = [
-    (lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH), "no user message"),
-    (lambda: inject_reward_token(PARTS, HIGH), "can only concatenate list"),
-    (lambda: label_by_reward(SILENT, TOKENIZER), "needs an action and its .opening, the messages played"),
-    (lambda: label_by_reward(rl_batch()[0], TOKENIZER), "needs an action and its .opening"),
-    (lambda: rctp_loss(ZERO, ZERO.bool()), "no action token in the batch: drop"),
-    (lambda: stage_1([]), "without an action token cannot be trained on: rows [] of 0"),
-    (lambda: stage_1([*rl_batch(), SILENT]), "without an action token cannot be trained on: rows [8] of 9"),
-    *((lambda n=n: stage_1(tokens_per_pass=n), "tokens_per_pass must be a whole number from 1 on, got")
-      for n in (0, 2.5)),
-    *((lambda n=n: stage_1(max_grad_norm=n), "max_grad_norm must be positive (inf for no clipping), got")
-      for n in (0, math.nan, None)),
-    (wrapped, "DataParallel is no model of transformers: give the one in it (.module)"),
-    (lambda: sample_reward_tokens(0, 0.5), "G >= 1 and 0 <= p <= 1, got G = 0"),
-    *((lambda p=p: sample_reward_tokens(4, p), f"got G = 4, p = {p}") for p in (-0.1, 1.1, math.nan)),
-    (lambda: played(), "at least one: 0 envs"),
-    (lambda: played(Echo(), reward_tokens=[HIGH, LOW]), "1 envs, 2 and 1"),
-    (lambda: played(Echo(), groups=[1, 2]), "1 envs, 1 and 2"),
-    (lambda: played(SAME, SAME), "make a fresh env for each"),
-    *((lambda n=n: played(Echo(), max_turns=n), "whole numbers from 1 on") for n in (0, 1.5)),
-    (lambda: played(env_with(reset=lambda: "hello")), RESET),
-    (lambda: played(Echo(request=None)), RESET),
-    (lambda: played(env_with(step=lambda text: [])), STEP),
-    (lambda: played(env_with(step=lambda text: [{"content": "x"}])), STEP),
-    (lambda: played(env_with(reset=lambda: tool("x")), reward_tokens=[LOW]), "no user message"),
-    *((lambda said=said: played(Echo(), policy=lambda prompts: said), NO_LIST + repr(said))
-      for said in ([], [[]], ["42"], [["4", "2"]], [[4.0]], None, "42")),
-    (lambda: played(env_with(step=lambda text: [*user("do it"), {"role": "assistant", "content": text}])),
-     "env.step(): TypeError: an env gives only what is new"),
-    (lambda: played(Echo(), Echo(), policy=script("a")), "each of its 2 prompts, got [[64, 299]]"),
-    (lambda: played(Echo(), policy=script("a")), "let its last line end it"),
-    (lambda: played(Echo(), policy=script("a", "b", "c")), "the conversation was over before the script"),
-    (lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2), "over before the script"),
-    *((lambda R=R: group_advantages([R], [0]), "finite and in [0, 1]") for R in (math.nan, -0.1, 1.1)),
-    (lambda: group_advantages([1, 1], [0]), "one group id per reward: 2 rewards, 1 ids"),
-    (lambda: group_advantages([1], [0, 0]), "one group id per reward: 1 rewards, 2 ids"),
-    (lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"), "\", got 'turn'"),
-    *((lambda step=step: step(), NO_REF) for step in (stage_2, update)),
-    (lambda: stage_2(ref_model=(model := policy_model()), model=model), NO_REF),
-    *((lambda step=step, given=given: step(**{"beta": 0, **given}), "need beta and clip >= 0, updates >= 1,")
-      for step in (stage_2, update)
-      for given in ({"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan}, {"beta": math.inf})),
-    *((lambda step=step: step(beta=0, ratio="turn"), "\", got 'turn'") for step in (stage_2, update)),
-    (lambda: stage_2(beta=0, tokens_per_pass=0), "tokens_per_pass must be"),
-    (lambda: stage_2(beta=0, max_grad_norm=None), "max_grad_norm must be positive"),
-    (lambda: stage_2(beta=0, tokens_per_passes=9), "unexpected keyword argument 'tokens_per_passes'"),
-    (lambda: stage_2(beta=0, temperature=0.7), "multiple values for argument 'temperature'"),
-    (lambda: update(beta=0, temperature=0), "at temperature 0 cannot be scored"),
-    *((lambda T=T: stage_2(T, beta=0), f"at temperature {T} cannot be scored") for T in (0.0, math.inf)),
-    (lambda: stage_2(G=1, beta=0), NO_PAIR),
-    (lambda: update([replace(t, group=None) for t in rl_batch()], beta=0), NO_PAIR),
-    (with_adapter, "tokens first, adapter second"),
-    *((lambda T=T: score(temperature=T), "temperature > 0") for T in (0, math.nan)),
-    (lambda: score(mask=(1, 1)), "begins with an action"),
-    (lambda: score(last=50), "token id 50, and the model has 50 embeddings"),
-    (lambda: score(514), "a row of 514 tokens, and the model reads 512"),
-    (lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)), "the model reads 16 (its"),
-    (lambda: score(18, model=tiny("phi3", **SHORT_ROPE)), "the model reads 16 (its"),
-    (lambda: score(18, model=tiny("gemma3_text", **ROPES)), "the model reads 16 (its"),
-    (lambda: score(model=tiny("roberta", is_decoder=False)), "no causal language model: its logits"),
-    *((lambda given=given: ModelPolicy(tiny_model(9), {0}, *given), "need 0 <= temperature < inf, max_")
-      for given in ((-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0))),
-    (lambda: drawn_from([[1], []]), "must have from 1 to 511 tokens, got [1, 0]"),
-    (lambda: drawn_from([[1] * 8], max_position_embeddings=8), "from 1 to 7 tokens, got [8]"),
-    (lambda: drawn_from([[1, 9]]), "call add_reward_tokens(tokenizer, model)"),
-    *((lambda T=T: drawn_from([[1], [3]], T, diverged=True), "weights have diverged") for T in (0, 1)),
-    (lambda: take(None), "no chat template"),
-    (lambda: take(CHATML).prompt(user("x"), HIGH), "call add_reward_tokens"),
-    (lambda: take(CHATML).prompt(PARTS), "the content of a message must be a string, got [{"),
-    (lambda: take(CHATML.partition("{% if add")[0]), IN_PARTS + "'<|im_start|>assistant' on"),
-    (lambda: take(NO_END), "must end a turn with an added token, not with '\\nuser\\nv\\n"),
-    (lambda: take("{{ tools|length }}" + CHATML), "chat template fails on messages of user: TypeError"),
-    (lambda: take(CHATML.replace("m['content']", "m['content']|upper")), "drops messages of role user"),
-    (lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")), HOLD),
-    (lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")), HOLD),
-    (lambda: chat_format(normalized(normalizers.Replace(JOINT, ""))), HOLD),
-    (lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False)), "of a fast tokenizer"),
-    (lambda: take("{{ messages|length }}" + CHATML), IN_PARTS),
-    (lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")), IN_PARTS),
-    (lambda: drops("suffix", "function"), "drops messages of role function"),
-    (lambda: drops("prompt", "system"), "drops messages of role system"),
-    (lambda: chat_format(sentencepiece(INST, "</s>")), IN_PARTS),
-    (lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)), IN_PARTS),
-    (lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first")), IN_PARTS),
-    (lambda: chat_format(byte_level(BLANK, "</s>")), IN_PARTS),
+REFUSED = [  # in which words, and what
+    ("no user message", lambda: inject_reward_token([{"role": "system", "content": "s"}], HIGH),
+     lambda: played(Echo(reset=given(tool("x"))), reward_tokens=[LOW])),
+    ("needs an action and its .opening, the messages played",
+     lambda: label_by_reward(replace(SILENT[0], opening=user("x")), TOKENIZER),
+     lambda: label_by_reward(rl_batch()[0], TOKENIZER)),
+    ("no action token in the batch: drop", lambda: rctp_loss(ZERO, ZERO.bool())),
+    ("without an action token cannot be trained on: rows [] of 0", lambda: stage_1([])),
+    ("without an action token cannot be trained on: rows [8]", lambda: stage_1([*rl_batch(), SILENT[0]])),
+    ("DataParallel is no model of transformers", *(
+        partial(step, model=torch.nn.DataParallel(policy_model())) for step in (stage_1, *STEPS))),
+    ("tokens_per_pass must be a whole number from 1 on, got",
+     *(partial(step, tokens_per_pass=n) for step in (stage_1, *STEPS) for n in (0, 2.5))),
+    ("max_grad_norm must be positive (inf for no clipping), got",
+     *(partial(step, max_grad_norm=n) for step in (stage_1, *STEPS) for n in (0, math.nan, None))),
+    ("need G >= 1 and 0 <= p <= 1, got G = ", *(
+        partial(sample_reward_tokens, G, p) for G, p in ((0, 0.5), (4, -0.1), (4, 1.1), (4, math.nan)))),
+    ("at least one: 0 envs", played),
+    ("1 envs, 2 and 1", lambda: played(Echo(), reward_tokens=[HIGH, LOW])),
+    ("1 envs, 1 and 2", lambda: played(Echo(), groups=[1, 2])),
+    ("make a fresh env for each", lambda: played(SAME, SAME)),
+    ("whole numbers from 1 on", lambda: played(Echo(), max_tokens=0), lambda: played(Echo(), threads=0),
+     lambda: played(Echo(), max_turns=0), lambda: played(Echo(), max_turns=1.5)),
+    *((f"env.{name}(): TypeError: needs a non-empty list of {{'role': str, 'content': str}}, got ",
+       *(partial(played, Echo(**{name: given(junk)})) for junk in (
+           [], [None], [{"content": "x"}], [{"role": "tool"}], user(None), PARTS, "hello", 0)))
+      for name in ("reset", "step")),
+    ("env.reset(): StopIteration: no", lambda: played(Echo(reset=partial(fail, error=StopIteration("no"))))),
+    ("env.step(): TypeError: an env gives only what is new", lambda: played(Echo(step=given(FORGED)))),
+    ("turn 1: the policy must return one non-empty list of ids for each of its 1 prompts, got ",
+     *(partial(played, Echo(), policy=given(said)) for said in (
+         [], [[]], [[5], [5]], ["42"], [["4", "2"]], [[4.0]], None, "42"))),
+    ("each of its 2 prompts, got [[64, 299]]", lambda: played(Echo(), Echo(), policy=script("a"))),
+    ("let its last line end it", lambda: played(Echo(), policy=script("a"))),
+    ("the conversation was over before the script", lambda: played(Echo(), policy=script("a", "b", "c")),
+     lambda: played(Echo(["x"] * 9), policy=script("a", "b", "c"), max_turns=2)),
+    ("finite and in [0, 1]", *(partial(group_advantages, [R], [0]) for R in (math.nan, -0.1, 1.1))),
+    ("one group id per reward: 2 rewards, ", *(
+        partial(group_advantages, [1, 1], groups) for groups in ([0], [0, 0, 0]))),
+    ("\", got 'turn'", lambda: clipped_policy_loss(ZERO, ZERO, None, ZERO[0], beta=0, ratio="turn"),
+     *(partial(step, ratio="turn") for step in STEPS)),
+    ("need beta and clip >= 0, updates >= 1,", *(
+        partial(step, **bad) for step in STEPS for bad in (
+            {"beta": -0.1}, {"clip": -0.2}, {"updates": 0}, {"beta": math.nan}, {"beta": math.inf}))),
+    ("beta > 0 needs the frozen stage-1 model", *STEPS,
+     lambda: stage_2(ref_model=(model := policy_model()), model=model)),
+    ("unexpected keyword argument 'tokens_per_passes'", lambda: stage_2(beta=0, tokens_per_passes=9)),
+    ("multiple values for argument 'temperature'", lambda: stage_2(beta=0, temperature=0.7)),
+    ("cannot be scored: take one above 0", lambda: update(temperature=0), partial(stage_2, 0.0),
+     partial(stage_2, math.inf)),
+    ("no group has two rollouts to compare", lambda: stage_2(G=1), lambda: update([]),
+     lambda: update([replace(t, group=None) for t in rl_batch()])),
+    ("tokens first, adapter second", lambda: add_reward_tokens(byte_level_tokenizer(), adapted())),
+    ("temperature > 0", lambda: score(temperature=0), lambda: score(temperature=math.nan)),
+    ("begins with an action", lambda: score(mask=(1, 1))),
+    ("token id 50, and the model has 50 embeddings", lambda: score(last=50)),
+    ("a row of 514 tokens, and the model reads 512", lambda: score(514)),
+    ("the model reads 16 (its", lambda: score(18, model=tiny("llama", rope_parameters=DYNAMIC)),
+     lambda: score(18, model=tiny("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=16)),
+     lambda: score(18, model=tiny("gemma3_text", **layers(SLIDING, FULL, rope_parameters=ROPES)))),
+    ("need 0 <= temperature < inf, max_", *(
+        partial(ModelPolicy, tiny_model(9), {0}, *bad) for bad in (
+            (-1, 5), (math.nan, 5), (math.inf, 5), (1, 0), (1, 5, None, 0)))),
+    ("must have from 1 to 511 tokens, got [1, 0]", lambda: drawn_from([[1], []])),
+    ("from 1 to 7 tokens, got [8]", lambda: drawn_from([[1] * 8], max_position_embeddings=8)),
+    ("call add_reward_tokens(tokenizer, model)", lambda: drawn_from([[1, 9]])),
+    ("weights have diverged", *(partial(drawn_from, [[1], [3]], T, diverged=True) for T in (0, 1))),
+    ("no chat template", lambda: take(None)),
+    ("call add_reward_tokens", lambda: take(CHATML).prompt(user("x"), HIGH)),
+    ("the content of a message must be a string, got [{", lambda: take(CHATML).prompt(PARTS)),
+    ("must end a turn with an added token, not with '\\nuser\\nv\\n",
+     lambda: take(CHATML.replace("<|im_start|>", "").replace("<|im_end|>", ""))),
+    ("chat template fails on messages of user: TypeError", lambda: take("{{ tools|length }}" + CHATML)),
+    ("drops messages of role user", lambda: take(CHATML.replace("m['content']", "m['content']|upper"))),
+    ("drops messages of role function",
+     lambda: take(DROPS).suffix([{"role": "function", "content": "x"}])),
+    ("drops messages of role system",
+     lambda: take(DROPS).prompt([{"role": "system", "content": "x"}, *user("y")])),
+    ("of a fast tokenizer",
+     lambda: rcgrpo.ChatFormat(SimpleNamespace(chat_template=CHATML, is_fast=False))),
+    (HOLD, lambda: chat_format(byte_level(CHATML + LOW, "<|im_end|>")),
+     lambda: chat_format(byte_level(CHATML, "<|im_end|>", "~")),
+     lambda: chat_format(normalized(normalizers.Replace(JOINT, "")))),
+    ("other ids as a whole than in parts, from '<|im_start|>assistant' on",
+     lambda: take(CHATML.partition("{% if add")[0])),
+    ("this chat template has other ids as a whole than in parts, from ",
+     lambda: take("{{ messages|length }}" + CHATML),
+     lambda: take(CHATML.replace("assistant\n'", "assistant\n\n'")),
+     lambda: chat_format(sentencepiece(INST, "</s>")), lambda: chat_format(byte_level(BLANK, "</s>")),
+     lambda: chat_format(sentencepiece(FRAME.replace("|>", "|>\n"), "</s>", bpe=True)),
+     lambda: chat_format(sentencepiece(FRAME, *FRAME_TOKENS, prepend="first"))),
 ]
 
 
-@pytest.mark.parametrize("call, words", REFUSED, ids=[words for _, words in REFUSED])
-def test_what_would_go_wrong_is_refused_in_one_line(call, words):
+@pytest.mark.parametrize("words, call", [
+    pytest.param(words, call, id=words) for words, *calls in REFUSED for call in calls])
+def test_what_would_go_wrong_is_refused_in_one_line(words, call):
     with pytest.raises((TypeError, ValueError), match=re.escape(words)) as refusal:
         call()
     assert "\n" not in str(refusal.value)
@@ -2236,10 +2031,8 @@ def test_what_would_go_wrong_is_refused_in_one_line(call, words):
 
 
 def small_qwen(vocabulary=2048, layers=6):
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192))
+    return tiny_model(vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers,
+                      max_position_embeddings=8192, initializer_range=0.02)
 
 
 def random_ids(n):
@@ -2251,7 +2044,6 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
     model, prompt = small_qwen(vocabulary, layers), random_ids(prefix)
     group = [trajectory(prompt, (random_ids(length), []), group=0) for _ in range(G)]
     ids = torch.tensor([t.ids for t in group])
-    action_logprobs(model, group[:1])  # the trial
 
     def batch():
         logits = model(ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
@@ -2268,44 +2060,26 @@ def scoring(way, prefix, G, length, vocabulary=2048, layers=6):
         score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
         return score(trainer, model, ids, torch.ones_like(ids), length)[0]
 
-    ways = {"packed": lambda: action_logprobs(model, group), "batch": batch, "trl": trl}
     if way == "rows":
         return lambda: [action_logprobs(model, [t]).sum().backward() for t in group]
+    ways = {"packed": lambda: action_logprobs(model, group), "batch": batch, "trl": trl}
     return lambda: ways[way]().sum().backward()
 
 
-def seconds(run):
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+def best_seconds(*runs, repeats=2):
+    """The best time of each, measured in turn."""
+    def seconds(run):
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
 
-
-def best_seconds(runs, repeats=2, enough=lambda best: False):
-    """The best time of each, measured in turn, until it is enough."""
-    best = [math.inf] * len(runs)
-    while repeats and not enough(best):
-        best, repeats = [min(t, seconds(run)) for t, run in zip(best, runs)], repeats - 1
-    return best
-
-
-def peak_memory(way, shape):
-    """MiB by which the memory of this process peaks above what it held before (Linux)."""
-    def resident(name):
-        return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-    run = scoring(way, *shape)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-    before = resident("VmRSS")
-    run()
-    return resident("VmHWM") - before
+    return [min(times) for times in zip(*([seconds(run) for run in runs] for _ in range(repeats)))]
 
 
 def test_a_packed_group_is_faster_than_its_rows():
-    def faster(best):
-        return best[1] / best[0] > 2.5  # usually about 4; the tokens alone give 5.7
-
     runs = [scoring(way, 256, 8, 16, layers=1) for way in ("packed", "rows")]
-    assert faster(best_seconds(runs, 6, faster))
+    tries = (best_seconds(*runs, repeats=1) for _ in range(6))
+    assert any(rows / packed > 2.5 for packed, rows in tries)  # usually about 4; the tokens alone give 5.7
 
 
 def rollout_seconds(keeps, prompt=3800, G=5, turns=4, action=24, answer=150):
@@ -2321,24 +2095,17 @@ def rollout_seconds(keeps, prompt=3800, G=5, turns=4, action=24, answer=150):
     return time.perf_counter() - started, sum(rows * tokens for rows, tokens in fed), prompts
 
 
-def print_scoring(shapes, ways, vocabulary=2048):
-    print(f"\nvocabulary {vocabulary:,}\nprefix   G  tokens", *(f"{way:>9}" for way in ways), " last/first")
-    for shape in shapes:
-        times = best_seconds([scoring(way, *shape, vocabulary) for way in ways])
-        columns = [f"{t:7.2f} s" for t in times] + [f"{times[-1] / times[0]:8.1f}x"]
-        print("{:6} {:3} {:7}".format(*shape), *columns, flush=True)
-
-
 def benchmark():
     print(f"Forward + backward of one group, {torch.get_num_threads()} threads, Qwen2 of 6 layers x 256.")
-    shapes = (1024, 4, 64), (1024, 16, 64), (1024, 8, 128), (3600, 5, 400)
-    print_scoring(shapes, ["packed", "batch", "rows"])
-    for shape in shapes:
-        with get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
-            memory = [fresh.apply(peak_memory, (way, shape)) for way in ("packed", "batch")]
-        print(f"{shape}: {memory[0]:.0f} MiB packed, {memory[1]:.0f} MiB as one padded batch", flush=True)
+    shapes, tables = [(1024, 16, 64), (1024, 8, 128), (3600, 5, 400)], {2048: ["packed", "batch", "rows"]}
     if importlib.util.find_spec("trl"):  # its _get_per_token_logps_and_entropies, on the same rows
-        print_scoring(shapes[2:], ["packed", "rows", "trl"], vocabulary=32000)
+        tables[32000] = ["packed", "rows", "trl"]
+    for vocabulary, ways in tables.items():
+        print(f"\nvocabulary {vocabulary:,}\nprefix   G  tokens", *(f"{w:>9}" for w in ways), " last/first")
+        for shape in shapes:
+            times = best_seconds(*(scoring(way, *shape, vocabulary) for way in ways))
+            columns = [f"{t:7.2f} s" for t in times] + [f"{times[-1] / times[0]:8.1f}x"]
+            print("{:6} {:3} {:7}".format(*shape), *columns, flush=True)
     (kept, few, said), (again, many, said_again) = rollout_seconds(True), rollout_seconds(False)
     print(f"\nRollouts of a group like BFCL's (prompt 3,800, G 5, 4 turns): {few} tokens fed in {kept:.1f} s "
           f"with kept keys and values,\n{many} in {again:.1f} s without, {again / kept:.1f}x; "
