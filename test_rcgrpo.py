@@ -2602,7 +2602,7 @@ def ended_at(owner, name, call, base, out, error=Killed, after=True):
 
 def killed_by_the_kernel(base, out):
     """kill -9 as soon as there is such a file or folder. Nobody else may work there before."""
-    for name in ("data.json", "checkpoints/stage1-000002", "stage1", "model"):
+    for name in ("checkpoints/stage1-000002", "stage1", "model"):
         run = FORKS.Process(target=tiny_run, args=(base, out))
         run.start()
         while not (out / name).exists():
@@ -3206,7 +3206,6 @@ def test_bfcl_refusals(call, words):
 
 # ===== train_bfcl.py 7. Tools and the prompt that shows them =====
 
-
 def test_bfcl_tool_docs_use_json_schema_types_only():
     everything = {t["function"]["name"]: t["function"] for task in TASKS[:200] for t in BFCLEnv(task).tools}
     assert len(everything) == 129  # 128 methods and done
@@ -3633,7 +3632,6 @@ def test_bfcl_an_episode_runs_1000_calls():
 
 # ===== train_bfcl.py 11-12. Environment, experts and failures =====
 
-
 def test_bfcl_a_default_that_a_method_stores_is_not_shared():
     for _ in range(2):
         env = opened("base_0")
@@ -3721,17 +3719,17 @@ def test_bfcl_corrupted_experts_keep_the_format_and_mostly_fail(protocol):
 
 def hostile(rng: random.Random) -> str:
     name, arguments = rng.choice([call for turn in bfcl.gold_turns(rng.choice(TASKS)) for call in turn])
-    value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
-                        [[[]]], [1, "a"], {"a": {}}])
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "]",
+              "1e999", "NaN", "\\", " ", "\ud83d"]
     kind = rng.randrange(9)
     if kind < 4 and arguments:
+        value = rng.choice([None, True, -1, 10**30, 1e308, "", "x" * 999, "../..", "\0", "é☃", "1e9", [],
+                            [[[]]], [1, "a"], {"a": {}}])
         arguments = {**arguments, rng.choice([*arguments, "extra", "self", "__class__"]): value}
     if kind == 4:
         name = rng.choice(["_load_scenario", "__class__", "os.system", "done ", "", "_random", name.upper()])
     text = say((name, arguments))
     place = rng.randrange(len(text))
-    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"ls"', "[", "]",
-              "1e999", "NaN", "\\", " ", "\ud83d"]
     return {5: text[:place] + rng.choice(pieces) + text[place:], 6: text[:place], 8: text + "and\n" + text,
             7: "".join(rng.choices(pieces, k=30))}.get(kind, text)
 
@@ -3757,7 +3755,6 @@ def test_bfcl_10000_hostile_messages_raise_nothing_and_leave_nothing_behind():
 
 
 # ===== train_bfcl.py 13. Many processes make one process's run =====
-
 
 def launch(n, function, *arguments):
     """Run function(*arguments) in n processes, like torchrun; their exit codes (None: had to be killed)."""
@@ -3932,7 +3929,6 @@ def test_bfcl_two_processes_share_the_work_and_draw_differently(recorded, base, 
 
 # ===== train_bfcl.py 14. Continuous batching draws what `sample` draws =====
 
-
 def random_prompts(*lengths, vocabulary=50, prefix=()):
     generator = torch.Generator().manual_seed(0)
     return [[*prefix, *torch.randint(1, vocabulary, (n,), generator=generator).tolist()] for n in lengths]
@@ -3977,33 +3973,21 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous)
 @pytest.mark.parametrize("cache_tokens", [2**14, 6 * 256])
 def test_bfcl_greedy_is_that_of_sample_whatever_prompts_share_and_whatever_the_cache_holds(
         cache_tokens, monkeypatch, continuous):
-    evicted, evict = [], OffloadingManager.offload_requests
+    evicted, evict, fed = [], OffloadingManager.offload_requests, []
     monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: evicted.append(1) or evict(self))
-    model = tiny_model(50, max_position_embeddings=1024)
+    model, plain = (tiny_model(50, max_position_embeddings=1024) for _ in range(2))
+    model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].numel()),
+                                    with_kwargs=True)
     (prefix,) = random_prompts(500)  # actions cross the border of a page at 512
     prompts = [*random_prompts(*range(1, 9), prefix=prefix), prefix, prefix[:256], *random_prompts(3, 200, 1)]
     policy = continuous(model, {0, 3}, 0, 30, 0, cache_tokens)
-    for _ in range(2):  # the next turn finds the pages of this one, or not
-        said = policy(prompts)
-        assert said == sample(model, prompts, 0, 30, {0, 3}) and len({*map(len, said)}) > 1
+    for most in (0.85, 0.3):  # of its tokens are read: pages are shared, and found by the next turn, or not
+        said, n_tokens = policy(prompts), sum(map(len, prompts))
+        assert said == sample(plain, prompts, 0, 30, {0, 3}) and len({*map(len, said)}) > 1
+        assert evicted or sum(fed) < most * n_tokens
         prompts = [prompt + ids + [7, 8, 9] for prompt, ids in zip(prompts, said)]
-    assert bool(evicted) == (cache_tokens < 2**14)
-
-
-def test_bfcl_four_turns_of_a_group_read_less_than_1_6_times_what_one_turn_reads(continuous):
-    model, fed = tiny_model(50, num_hidden_layers=1, max_position_embeddings=8192), []
-    model.register_forward_pre_hook(
-        lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
-    (prompt,) = random_prompts(4600)
-    prompts, turns = [prompt[:-20] + extra for extra in random_prompts(*[20] * 5)], []
-    policy = continuous(model, (), 1.0, 2, cache_tokens=2**15)  # of what it is fed, a token each is drawn
-    for _ in range(4):
         fed.clear()
-        said = policy(prompts)
-        turns.append(sum(fed) - len(prompts))
-        prompts = [prompt + ids + [7] * 58 for prompt, ids in zip(prompts, said)]
-    assert turns[0] < 1.5 * 4600  # not 5 times: the group shares its pages
-    assert sum(turns) < 1.6 * turns[0]
+    assert bool(evicted) == (cache_tokens < 2**14)
 
 
 def test_bfcl_the_seed_fixes_the_draws_call_by_call_and_the_global_generator_is_left_alone(continuous):
@@ -4061,7 +4045,6 @@ def test_bfcl_it_is_taken_on_a_gpu_with_any_flash_attention_with_cuda_graphs_for
 
 
 # ===== train_bfcl.py 16. The plan, and memory on GPUs, tracked without one =====
-
 
 QWEN_7B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
@@ -4273,7 +4256,6 @@ def test_bfcl_a_run_fits_where_the_readme_says(name, config, n, offload, limit):
 
 # ===== train_bfcl.py 17. The whole script =====
 
-
 def test_bfcl_a_smoke_run_makes_its_own_model_and_rewards_and_its_flags_count(tmp_path, capsys):
     bfcl.main([*"--smoke --protocol turns --ratio trajectory --limit 1 --batch 2 --reward-tokens low".split(),
                "--hindsight", "--sampler", "continuous", "--out", tmp_path])
@@ -4311,7 +4293,6 @@ def test_bfcl_as_a_program_it_has_one_hash_seed_and_says_in_one_line_what_is_mis
 
 
 # ===== README.md: every command has flags that exist, every piece of code runs =====
-
 
 def test_bfcl_the_readmes_commands_have_flags_that_exist(capsys):
     readme = (HERE / "README.md").read_text()
