@@ -3406,6 +3406,12 @@ def test_bfcl_all_gold_calls_run_and_give_the_official_observations():
     different = sum(one != other for one, other in zip(ours, official, strict=True))
     print(f"\n{len(ours)} of {len(official)} gold calls run, {different} observations are not the official")
     assert len(ours) == 4625 and different == 0
+    written = [ast.parse(text, mode="eval").body for task in TASKS for text in sum(task["ground_truth"], [])]
+    positional = sum(bool(call.args) for call in written)
+    typed = sum(any(not isinstance(ast.literal_eval(named.value), str) for named in call.keywords)
+                for call in written)
+    print(f"{positional} have a positional argument, {typed} a named value that is no string")
+    assert (positional, typed) == (160, 1538)  # what the authors' converter drops, and makes strings of
     calls = [call for replay in replays for turn in replay for call in turn.calls]
     assert ("sort", {"file_name": "final_report.pdf"}) in calls  # written sort('final_report.pdf')
     assert "bfcl_eval.constants.eval_config" not in sys.modules  # it creates folders
