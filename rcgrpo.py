@@ -1096,7 +1096,7 @@ class ChatFormat:
             self._read_frame()
             self._try_out("user")
             try:
-                self._try_out("tool", "tool")
+                self._try_out("tool")
             except ValueError as problem:
                 self.no_tools = problem
         self._encode = lru_cache(256)(self._encode)  # groups have few prompts, envs repeat themselves
@@ -1138,13 +1138,13 @@ class ChatFormat:
         self.unsaid = self.special | {i: self.control[i] for i in ends}
         self.close_thought = "</think>\n\n" if header.rstrip().endswith("<think>") else ""
 
-    def _try_out(self, *answers):
-        """ValueError unless a conversation with such answers has the same ids, whole or appended."""
-        roles = ("user", "assistant", *answers, "assistant", "user")
+    def _try_out(self, role):
+        """ValueError unless a conversation with such an answer has the same ids, whole or appended."""
+        roles = ("user", "assistant", role, "assistant", "user")
         messages = [{"role": role, "content": f"say {n}"} for n, role in enumerate(roles)]
         whole, appended = self._render(messages), self._render(messages[:1])
         ids = self.prompt(messages[:1])
-        for said, answer in (("say 1", messages[2:-2]), (messages[-2]["content"], messages[-1:])):
+        for said, answer in (("say 1", messages[2:3]), ("say 3", messages[4:])):
             appended += self.close_thought + said + self._after_answer(answer)
             ids += self.action(said) + self.suffix(answer)
         thought = r"<think>\s*</think>\s*"  # templates drop it from earlier turns, ours stays
@@ -1153,7 +1153,7 @@ class ChatFormat:
         there = self.tokenizer.decode(native[len(os.path.commonprefix([ids, native])) :][:9])
         require(ids == native,
                 f"this chat template has other ids as a whole than in parts, from {there!r} on")
-        self.suffix([{"role": answers[0], "content": "".join(self.control.values())}])  # all are kept apart
+        self.suffix([{"role": role, "content": "".join(self.control.values())}])  # all are kept apart
 
     def _render(self, messages, reward_token=None, generate=True):
         messages = inject_reward_token(messages, reward_token) if reward_token else messages
