@@ -323,9 +323,10 @@ class Together:
         self.start, self.here = start, threading.local()
         self.models = [copy.deepcopy(start).train() for _ in range(size)]
         self.barrier, self.values = threading.Barrier(size, timeout=20), [None] * size
-        monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
-            is_initialized=lambda: size > 1, get_rank=lambda: self.here.rank, get_world_size=lambda: size,
-            all_gather_object=self.all_gather))
+        if size > 1:
+            monkeypatch.setattr(rcgrpo, "dist", SimpleNamespace(
+                is_initialized=lambda: True, get_rank=lambda: self.here.rank, get_world_size=lambda: size,
+                all_gather_object=self.all_gather))
         for name, parameter in [named for model in self.models for named in model.named_parameters()]:
             parameter.register_hook(partial(self.sum, name))
             parameter.grad = torch.ones_like(parameter)  # as a step that ended in an error leaves it
