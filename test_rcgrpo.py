@@ -2659,9 +2659,10 @@ def test_bfcl_what_is_there_is_not_made_again(whole_run, base, tmp_path):
         tiny_run(base, out)
     shutil.rmtree(out / "mine")
     for names in (["low"], ["none", "low"]):  # what was evaluated before stays
+        shutil.copy(whole_run / "eval.json", out)  # as if it had died before it noted low
         tiny_run(base, out, "--reward-tokens", *names)
     before, after = (json.loads((run / "eval.json").read_text())["results"] for run in (whole_run, out))
-    assert list(after) == ["high", "low", "none"] and after["high"] == before["high"]
+    assert list(after) == ["high", "none", "low"] and after["high"] == before["high"]
     evaluated = [(line["reward_token"], line["id"]) for line in read_lines(out / "trajectories.jsonl")]
     assert len(set(evaluated)) == len(evaluated) == 6 and not (out / "stage1").exists()
     shutil.rmtree(out / "model")  # both stages again, and no results of the model that is gone
@@ -2752,6 +2753,7 @@ REFUSED_RUNS = [  # flags, what is changed in "base" and "run", words
     *[("--model base", {f"base/{name}": edit}, words) for name, edit, words in [
         ("chat_template.jinja", None, "no chat template"),
         ("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x, "on messages of system, user"),
+        ("chat_template.jinja", lambda x: NO_SYSTEM.replace("system", "tool").encode() + x, 'role "user", not'),
         ("tokenizer.json", 999, "cannot be used"),
         ("config.json", b"[]", "cannot be used"),
         ("config.json", {"model_type": "x"}, "cannot be used"),
@@ -2808,7 +2810,7 @@ def test_bfcl_batches_that_processes_cannot_share_are_refused(base, monkeypatch)
     for batch, flags in (("--stage1-batch", ""), ("--batch", "--stage1-batch 3"), ("--batch", "--init none")):
         with pytest.raises(SystemExit, match=f"{batch} 2 cannot be shared evenly by 3 processes"):
             bfcl.check_everything(settings(base, "x", *flags.split()))
-    bfcl.check_everything(settings(base, "x", "--stage1-batch", "3", "--rl", "none"))
+    bfcl.check_everything(settings(base, "x", *"--stage1-batch 3 --rl none --max-tokens 16384".split()))
 
 
 # ----- data, batches, evaluation
@@ -2858,6 +2860,11 @@ def test_bfcl_experts_too_long_for_the_limit_are_left_out_and_counted(base, tmp_
     assert {t.group for t in data} == fitting and len(data) == 2 * len(fitting) < 12
     assert f"longer than --max-tokens: {6 - len(fitting)} tasks" in "".join(capsys.readouterr())
     assert bfcl.make_data(run, s, [], None) == data  # from the file
+    fitting = [task for task in train if task["id"] in fitting]
+    failures = [t for t in data if t.reward == 0]
+    assert {t.group: t for t in bfcl.make_failures(s, fitting, tokenizer)} == {t.group: t for t in failures}
+    s.seed = 1  # other corruptions
+    assert not {repr(t) for t in bfcl.make_failures(s, fitting, tokenizer)} >= {*map(repr, failures)}
 
 
 @pytest.mark.parametrize("name, stand_in, words", [
@@ -2902,6 +2909,15 @@ def test_bfcl_a_limit_keeps_the_tasks_of_the_shortest_tool_lists():
     for kept, all_of_them in zip(few, every):
         assert len(kept) == 5
         assert max(map(length, kept)) <= min(length(task) for task in all_of_them if task not in kept)
+
+
+def test_bfcl_forty_tasks_of_all_categories_are_watched(base, tmp_path, monkeypatch):
+    played = []
+    monkeypatch.setattr(bfcl, "make_policy", lambda *_: None)
+    monkeypatch.setattr(bfcl, "play_tasks", lambda s, tasks, *_: played.append(tasks) or [{"reward": 1}] * 3)
+    for n in (80, 100, 30):
+        assert bfcl.watch(settings(base, tmp_path), None, range(n), None)["test_success"] == 3 / min(40, n)
+    assert played == [range(0, 80, 2), range(0, 80, 2), range(30)]
 
 
 def test_bfcl_the_ends_of_wilsons_interval_solve_its_equation():
@@ -3975,6 +3991,8 @@ def test_bfcl_draws_are_from_exactly_softmax_of_the_logits(T, dtype, continuous)
     assert all(len(d) == (1 if d[0] == 0 else 2) for d in draws)  # the stop token ends it and is kept
     wrong = [(logits / t).softmax(-1) for t in (0.7, 1.0, 1.3) if t != T]
     assert min((first - w).abs().max() for w in wrong) > 4 * 0.5 / n**0.5  # temperatures can be told apart
+    rare = continuous(tiny_model(60), {0}, 100.0, 1)([prompt] * 2000)
+    assert len({token for (token,) in rare}) == 60  # of the whole vocabulary
 
 
 @pytest.mark.parametrize("cache_tokens", [2**14, 6 * 256])
@@ -4079,12 +4097,14 @@ def count_held(base, tmp_path, offload):
     def size(tensors):
         return sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in tensors)
 
-    s = settings(base, tmp_path, *["--offload"] * offload)
+    s = settings(base, tmp_path, *"--batch 6 --stage1-batch 6".split(), *["--offload"] * offload)
     with bfcl.process_group(), pytest.MonkeyPatch.context() as patch:
         tokenizer = bfcl.check_everything(s)
         plan = bfcl.bytes_held(s, bfcl.outline(str(base), tokenizer))
         assert offload == next(iter(plan)).startswith("in the host's memory: fp32 weights")
         *trained, actor, ref, cache, loading, disk = plan.values()
+        s.sampler = "continuous"
+        assert [*bfcl.bytes_held(s, bfcl.outline(str(base), tokenizer)).values()][-3] == 3 * cache
         model = bfcl.shard(bfcl.load_model(base, tokenizer), offload)
         patch.setattr(bfcl, "COMPUTE_DTYPE", torch.bfloat16)
         frozen = bfcl.load_frozen(base, tokenizer)
@@ -4104,7 +4124,7 @@ def count_held(base, tmp_path, offload):
         assert bfcl.SIZE > 1 or 2 * written + 2 * actor == pytest.approx(disk, rel=0.2)  # with names, places
 
 
-@pytest.mark.parametrize("n, offload", [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("n, offload", [(1, False), (3, False), (1, True)])
 def test_bfcl_what_the_plan_says_is_held_is_what_a_model_holds(n, offload, base, tmp_path):
     assert launch(n, count_held, base, tmp_path, offload) == [0] * n
 
@@ -4249,7 +4269,7 @@ def print_memory():
     torch.set_num_threads(1)
     for name, config, n, offload, _ in PLACES:
         found = peaks(config, n, offload, config["num_hidden_layers"])
-        print(f"{name} on {n}{' with --offload' if offload else ''}: at most {max(found.values()):.0f}; "
+        print(f"{name} on {n}{' with --offload' if offload else ''}: at most {max(found.values()):.1f}; "
               + ", ".join(f"{shape} {peak:.1f}" for shape, peak in found.items()), flush=True)
 
 

@@ -1151,8 +1151,8 @@ def check_everything(s):
     with one_line(f"{source} cannot be used: it must be a model on the hub or a folder with one"):
         tokenizer = AutoTokenizer.from_pretrained(source)
         add_reward_tokens(tokenizer)
-        chat = chat_format(tokenizer)
-        chat.prompt([{"role": "system", "content": "as in the benchmark"}, {"role": "user", "content": "hi"}])
+        chat_format(tokenizer).prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        chat_format(tokenizer).suffix([{"role": "tool", "content": "c"}])
         config = outline(source, tokenizer).config
     if s.max_tokens > (most := context_length(config)):
         raise SystemExit(f"{source} cannot read --max-tokens {s.max_tokens}: give {most} or less")
