@@ -2753,7 +2753,7 @@ REFUSED_RUNS = [  # flags, what is changed in "base" and "run", words
     *[("--model base", {f"base/{name}": edit}, words) for name, edit, words in [
         ("chat_template.jinja", None, "no chat template"),
         ("chat_template.jinja", lambda x: NO_SYSTEM.encode() + x, "on messages of system, user"),
-        ("chat_template.jinja", lambda x: NO_SYSTEM.replace("system", "tool").encode() + x, 'role "user", not'),
+        ("chat_template.jinja", lambda x: NO_SYSTEM.replace("system", "tool").encode() + x, 'role "user"'),
         ("tokenizer.json", 999, "cannot be used"),
         ("config.json", b"[]", "cannot be used"),
         ("config.json", {"model_type": "x"}, "cannot be used"),
