@@ -1739,6 +1739,14 @@ def test_words_that_the_vocabulary_lacks_are_named():
             call()
 
 
+def test_what_a_format_gave_its_caller_may_change():
+    chat = chat_format(TOKENIZER)
+    for make in (lambda: chat.prompt(user("a")), lambda: chat.suffix(user("b"), after=-1)):
+        before = make().copy()
+        make().append(7)
+        assert make() == before
+
+
 # ===== D. The optimizer step.   E. The two new tokens =====
 
 
@@ -4137,7 +4145,7 @@ def test_bfcl_what_the_plan_says_is_held_is_what_a_model_holds(n, offload, base,
 SHAPES = {"A": (3800, 1226, 205), "B": (4700, 3000, 1200), "C": (8192, 8192, 4915), "D": (2500, 13884, 12495),
           "E": (2344, 14040, 420)}
 PLACES = [("7B", QWEN_7B, 8, False, 55), ("7B", QWEN_7B, 1, True, 60), ("1.5B", QWEN_1_5B, 1, False, 45),
-          ("7B", QWEN_7B, 4, False, 70)]  # GiB on each GPU, at most
+          ("7B", QWEN_7B, 4, False, 70), ("1.5B", QWEN_1_5B, 1, True, 24)]  # GiB on each GPU, at most
 
 
 class PeakMemory(TorchDispatchMode):
@@ -4363,7 +4371,7 @@ def test_the_readmes_example_runs_on_a_toy_model(readme_code, small_agent, tmp_p
     exec(example, {})
     stage_1, first, last, held_out = capsys.readouterr().out.strip().split("\n")
     assert re.fullmatch(r"stage 1: loss \d+\.\d+, plus \d\.\d\d, times \d\.\d\d", stage_1)
-    assert first.startswith("7 {'reward_high': ") and last.startswith("8 {") and "plus" in held_out
+    assert first.startswith("7 {'reward': ") and last.startswith("8 {") and "plus" in held_out
     trained = AutoModelForCausalLM.from_pretrained("calculator")
     tokenizer = AutoTokenizer.from_pretrained("calculator")
     assert trained.config.reward_token_ids == tokenizer.convert_tokens_to_ids([HIGH, LOW])
