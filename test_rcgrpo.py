@@ -2603,7 +2603,7 @@ def ended_at(owner, name, call, base, out, error=Killed, after=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, deadly)
         if error is NO_SPACE:
-            assert re.search("could not write .*: make room.*No space left", refused(base, out))
+            assert re.search("could not write .*make room.*No space left", refused(base, out))
         else:
             with pytest.raises(Killed):
                 tiny_run(base, out)
@@ -2942,10 +2942,11 @@ def test_bfcl_the_table_stars_the_reward_token_that_its_arm_was_trained_under():
     counts = {name: (tally["k"], tally["n"]) for name, tally in tallied.items()}
     assert counts == {"overall": (1, 2), "base": (1, 1), "miss_func": (0, 1)}
     for own in bfcl.REWARD_TOKENS:
-        report = {"arm": "a + b", "reward_token": own, "split": "paper", "leaked": 77,
+        report = {"arm": "a + b", "protocol": "turns", "reward_token": own, "split": "paper", "leaked": 77,
                   "results": dict.fromkeys(bfcl.REWARD_TOKENS, tallied)}
         printed = bfcl.table(report)
         assert re.findall(r"(\w+) [*] +50.00 \(1/2\)", printed) == [own] and f"under: {own}\n" in printed
+        assert printed.startswith("a + b, protocol turns\nreward token ")
         assert printed.endswith("split paper: 77 test tasks with the gold calls of a training task")
         assert f"under: {own} (not evaluated" in bfcl.table({**report, "results": {}})
 
