@@ -673,7 +673,8 @@ def packs(model, longest_row):
     packed = tested and not capped and longest_row <= (getattr(config, "sliding_window", None) or math.inf)
     if not packed:
         warnings.warn(f"rows are computed one by one, right but slower: {config.model_type} is not in PACKED "
-                      "(see there), or caps logits, or a row is longer than its window", stacklevel=1)
+                      "(add it if `pytest -k listed_type` then passes), or its attention not in KERNELS, or "
+                      "it caps logits, or a row is longer than its window", stacklevel=1)
     return packed
 
 
